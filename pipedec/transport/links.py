@@ -7,9 +7,11 @@ device's later work waits without the host. Knows bytes, not what they mean.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,11 @@ class HostTransfer:
         self.work.wait(self.timeout)
 
     join = wait
+
+    @property
+    def has_left(self) -> bool:
+        """Always False: with gloo only ``wait`` can find out."""
+        return False
 
     @property
     def end(self) -> DeviceEvent:
@@ -84,6 +91,10 @@ class DeviceTransfer:
             raise RuntimeError("the transfers were aborted")  # an aborted transfer ends, too
         self.join()
 
+    @property
+    def has_left(self) -> bool:
+        return self.end.has_passed
+
     def join(self) -> None:
         """As ``wait``, but only for work that is queued on the device from now on."""
         self.end.join([self.message])
@@ -123,3 +134,49 @@ class DeviceLink:
 
 Transfer = HostTransfer | DeviceTransfer
 Link = HostLink | DeviceLink
+
+
+class Sender:
+    """Messages over one link, each of which is kept until it has left: of at most ``depth`` calls of ``send``."""
+
+    def __init__(self, link: Link, depth: int) -> None:
+        self._link, self._depth = link, depth
+        self._leaving: deque[list[Transfer]] = deque()
+
+    def send(self, messages: Sequence[Tensor], tag: int = STEP_TAG) -> DeviceEvent:
+        """Begin to send ``messages``, at least one. Returns the event at the end of the last one. Waits for the receiver if it
+        has not received the messages of ``depth`` earlier calls. Raises RuntimeError if these, or the new ones, fail.
+        """
+        while self._leaving and self._leaving[0][-1].has_left:
+            self._leaving.popleft()
+        while len(self._leaving) >= self._depth:
+            try:
+                for transfer in self._leaving[0]:
+                    transfer.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"it has not received {len(self._leaving)} earlier messages: {error}") from error
+            self._leaving.popleft()
+        self._leaving.append([self._link.send(message, tag) for message in messages])
+        return self._leaving[-1][-1].end
+
+
+class Receiver:
+    """Messages of at most ``num_bytes`` over one link, in the order in which they were sent.
+
+    gloo sends a message once it knows that a receive is posted, which takes a latency. So ``depth`` receives are posted at any
+    time, and as many messages may be on their way. A message may be shorter than the buffer that receives it.
+    """
+
+    def __init__(self, link: HostLink, num_bytes: int, depth: int, tag: int) -> None:
+        self._post = partial(link.receive, num_bytes, tag)
+        self._posted = deque(self._post() for _ in range(depth))
+        self._taken: Transfer | None = None
+
+    def take(self) -> Tensor:
+        """Wait for the next message; what follows it in the buffer is undefined. Raises RuntimeError if a receive has failed."""
+        transfer = self._posted[0]
+        transfer.wait()
+        # gloo's thread may not have released the buffer yet, and the destructor of the work would wait for it, so keep the work.
+        self._taken = self._posted.popleft()
+        self._posted.append(self._post())
+        return transfer.message

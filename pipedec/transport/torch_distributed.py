@@ -1,54 +1,49 @@
 """Transfers between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
 
-Owns the process groups, which are replaced when the ranks meet again, and their timeouts. The first messages of envelopes, and
-all messages from and to rank 0, go through host memory, so rank 0 needs no GPU. So do the steps of CUDA stages that do not use
-NCCL (several ranks on one GPU). The parts of an envelope that the host needs never wait for its activations.
+Owns the process groups, which are replaced when the ranks meet again, and their timeouts. Envelopes go through host memory, so
+rank 0 needs no GPU. Between stages that use NCCL their activations follow on the device, and nothing else waits for them.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
-from pipedec.core import EMPTY, ROW_ID_BYTES, RankLost, StageMessage, UserError
+from pipedec.core import EMPTY, RankLost, StageMessage, UserError
 from pipedec.device import Device, DeviceEvent, device_of, to_device
-from pipedec.transport.links import DeviceLink, Group, HostLink, Link, Transfer
+from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
-    INLINE_HEAD_BYTES,
     PREFIX_BYTES,
     Bytes,
-    Prefix,
+    RowFormat,
     message_bytes,
     pack_envelope,
     pack_hidden,
+    part_bytes,
     unpack_envelope,
-    unpack_hidden,
-    unpack_hidden_from,
     unpack_prefix,
 )
 
 Result = TypeVar("Result")
 _Gloo: Any = ProcessGroupGloo
 
-_MAX_PENDING_SENDS = 16  # a sender waits for a slow receiver only when this many messages are pending
 ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
 _ABORT_TAG = 2  # nothing is ever sent with it
 _TRIAL_TAG = 3  # see ``_try_link``
 _AT_ONCE = timedelta(milliseconds=1)
-_INLINE_ROWS = 128  # of steps in an envelope's first message
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
 _VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 
@@ -150,6 +145,9 @@ class TorchTransport:
         hidden_size, dtype: of the activations.
         place: where the activations of this rank's steps are.
         device: of ``place``; by default as ``device_of`` makes it.
+        depth: envelopes that may be on their way over each link, in each direction. A sender waits for the receiver of the first
+            of them before it sends another one.
+        wire_dtype: of the activations on their way, int8 or None for ``dtype`` (see ``wire``).
 
     Attributes:
         backend: of the steps between stages, once the ranks have joined.
@@ -162,7 +160,7 @@ class TorchTransport:
 
     def __init__(
         self, backend: str, rank: int, hidden_size: int, dtype: torch.dtype, place: torch.device, device: Device | None = None,
-        new_groups: type[ProcessGroups] = ProcessGroups,
+        new_groups: type[ProcessGroups] = ProcessGroups, depth: int = 1, wire_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if backend not in new_groups.places:
             raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(new_groups.places)}")
@@ -170,7 +168,8 @@ class TorchTransport:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self.backend, self._wanted = "gloo", backend
         self.can_rejoin, self._rank = True, rank
-        self._hidden_size, self._dtype, self._place = hidden_size, dtype, place
+        self._rows, self._bare_rows = RowFormat(hidden_size, dtype, wire_dtype), RowFormat(0, dtype)
+        self._depth, self._place = depth, place
         self._device = device_of(place) if device is None else device
         self._timeout, self._new_groups = timedelta(), new_groups
         self._groups: ProcessGroups | None = None
@@ -179,12 +178,10 @@ class TorchTransport:
 
     def _forget(self) -> None:
         """Drop the transfers that have not ended."""
-        self._pending_sends: deque[Transfer] = deque()
-        self._pending_receives: dict[int, Transfer] = {}  # of envelopes, by sender
-        self._received: dict[int, Transfer] = {}  # by sender, the receive of the last envelope
-        self._arriving: dict[int, Transfer] = {}  # by sender, the last activations with a message of their own
         self._host_links: dict[int, HostLink] = {}  # by peer
-        self._links: dict[int, Link] = {}  # of activations, by peer
+        self._device_links: dict[int, DeviceLink] = {}  # of activations, by peer; not of those that go through host memory
+        self._senders: dict[Link, Sender] = {}
+        self._receivers: dict[int, Receiver] = {}  # of envelopes, by peer
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Connect to the ranks that have met; connections of an earlier meeting are closed. Raises RankLost if the other ranks
@@ -203,9 +200,8 @@ class TorchTransport:
             self.can_rejoin = not uses_nccl or rendezvous.world_size == 2  # a single stage has no neighbours
             pairs = groups.connect_neighbours(self._place) if uses_nccl else {}
             self._host_links = {peer: HostLink(self.all_ranks, peer, self._timeout) for peer in range(rendezvous.world_size)}
-            self._links = dict(self._host_links)
             for peer, pair in pairs.items():
-                self._links[peer] = DeviceLink(
+                self._device_links[peer] = DeviceLink(
                     pair, int(peer > self._rank), self._timeout, self._place, self._device, lambda: groups.is_aborted
                 )
             for peer in pairs:
@@ -223,91 +219,81 @@ class TorchTransport:
 
         Called in the order in which the pairs have connected, so that no stage waits for more than one before its own turn.
         """
-        link = self._links[peer]
+        link = self._device_links[peer]
         if peer > self._rank:
             message = torch.zeros(1, dtype=torch.uint8, device=link.place)
             self._attempt("send to", peer, lambda: link.send(message, _TRIAL_TAG).wait())
         else:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
 
-    def _inline_rows(self, peer: int) -> int:
-        """Most rows whose activations are sent in an envelope's first message, to or from a peer."""
-        return _INLINE_ROWS if self._links[peer] is self._host_links[peer] else 0
+    def _rows_from(self, sender: int) -> RowFormat:
+        return self._rows if sender > 0 else self._bare_rows
 
-    def _hidden_size_from(self, peer: int) -> int:
-        """Size E of the activations that a peer sends."""
-        return self._hidden_size if peer > 0 else 0
-
-    def _message_bytes(self, num_rows: int, peer: int) -> int:
-        return message_bytes(num_rows, self._hidden_size_from(peer), self._dtype)
+    def _part_bytes(self, sender: int, peer: int) -> int:
+        """Size of the messages into which the envelopes of rank ``sender`` are divided, to or from a peer."""
+        return part_bytes(self._bare_rows if peer in self._device_links else self._rows_from(sender))
 
     def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
-        first, head, hidden = pack_envelope(envelope, self._inline_rows(dst))
-        host, link, pending = self._host_links[dst], self._links[dst], self._pending_sends
+        device_link = self._device_links.get(dst)
+        message, hidden = pack_envelope(envelope, self._rows.wire_dtype, holds_hidden=device_link is None)
+        parts = message.split(self._part_bytes(self._rank, dst))
+        left = self._send(self._host_links[dst], parts, dst, ENVELOPE_TAG)
+        if hidden is None or device_link is None:
+            return left
+        return self._send(device_link, [pack_hidden(hidden, self._rows.wire_dtype)], dst, STEP_TAG)
 
-        def send() -> None:
-            while len(pending) >= _MAX_PENDING_SENDS:
-                pending.popleft().wait()
-            pending.append(host.send(first, ENVELOPE_TAG))
-            if head is not None:
-                pending.append(host.send(head))
-            if hidden is not None:
-                pending.append(link.send(pack_hidden(hidden, link.place)))
-
-        self._attempt("send to", dst, send)
-        return pending[-1].end
+    def _send(self, link: Link, messages: Sequence[Tensor], dst: int, tag: int) -> DeviceEvent:
+        if link not in self._senders:
+            self._senders[link] = Sender(link, self._depth)
+        return self._attempt("send to", dst, lambda: self._senders[link].send(messages, tag))
 
     def receive_envelope(self, src: int) -> StageMessage:
-        transfer = self._pending_receives.pop(src) if src in self._pending_receives else self._post_receive(src)
-        self._attempt("receive from", src, transfer.wait)
-        # gloo's thread may not have released the buffer yet, and the destructor of the work would wait for it, so keep the work.
-        self._received[src] = transfer
-        buffer = transfer.message.numpy()
+        rows, is_followed = self._rows_from(src), src in self._device_links
+        buffer = self._next_part(src)
+        hidden, await_hidden = None, EMPTY.await_hidden
         try:
-            prefix = unpack_prefix(buffer, self._message_bytes(1, src))
-            if not prefix.ends_session:
-                self._pending_receives[src] = self._post_receive(src)
-            head = self._receive_head(buffer, prefix, src)
-            hidden, await_hidden = self._receive_hidden(buffer, prefix, src)
-            envelope = unpack_envelope(head, hidden, prefix)
+            prefix = unpack_prefix(buffer, rows.row_bytes)
+            hidden_bytes = rows.hidden_bytes(prefix.rows)
+            end = prefix.end if is_followed else prefix.end + hidden_bytes
+            if end > len(buffer):
+                buffer = np.concatenate([buffer, *(self._next_part(src) for _ in range(len(buffer), end, len(buffer)))])
+            if hidden_bytes and is_followed:
+                hidden, await_hidden = self._receive_hidden(prefix.rows, src)
+            elif hidden_bytes:
+                hidden = to_device(rows.decoded(torch.from_numpy(buffer[prefix.end : end]), prefix.rows), self._place)
+            envelope = unpack_envelope(buffer[PREFIX_BYTES : prefix.end], hidden, prefix)
         except ValueError as error:
             raise RankLost(f"rank {src} sent a message that is not an envelope: {error}") from None
-        return envelope if await_hidden is EMPTY.await_hidden else replace(envelope, await_hidden=await_hidden)
+        return replace(envelope, await_hidden=await_hidden) if await_hidden is not EMPTY.await_hidden else envelope
 
-    def _post_receive(self, src: int) -> Transfer:
-        """Post the receive of the next envelope's first message before it is sent.
+    def _next_part(self, src: int) -> Bytes:
+        """Wait for the next message of an envelope, or the whole of it, from rank ``src``."""
 
-        gloo allows a message to be shorter than the buffer that receives it.
-        """
-        room = PREFIX_BYTES + INLINE_HEAD_BYTES + self._message_bytes(self._inline_rows(src), src)
-        return self._attempt("receive from", src, lambda: self._host_links[src].receive(room, ENVELOPE_TAG))
+        def take() -> Tensor:
+            if src not in self._receivers:
+                num_bytes = self._part_bytes(src, src)
+                self._receivers[src] = Receiver(self._host_links[src], num_bytes, self._depth, ENVELOPE_TAG)
+            return self._receivers[src].take()
 
-    def _receive_head(self, buffer: Bytes, prefix: Prefix, src: int) -> Bytes:
-        if prefix.head_bytes <= INLINE_HEAD_BYTES:
-            return buffer[PREFIX_BYTES : prefix.end]
-        transfer = self._attempt("receive from", src, lambda: self._host_links[src].receive(prefix.head_bytes))
-        self._attempt("receive from", src, transfer.wait)
-        return transfer.message.numpy()
+        return self._attempt("receive from", src, take).numpy()
 
-    def _receive_hidden(self, buffer: Bytes, prefix: Prefix, src: int) -> tuple[Tensor | None, Callable[[], None]]:
-        """The activations of an envelope's rows [R, E], and a function that waits for those in a message of their own."""
-        shape = prefix.rows, self._hidden_size_from(src), self._dtype
-        if not all(shape[:2]):
-            return None, EMPTY.await_hidden
-        if prefix.rows <= self._inline_rows(src):
-            return to_device(unpack_hidden_from(buffer, prefix.end, *shape), self._place), EMPTY.await_hidden
-        num_bytes = self._message_bytes(prefix.rows, src) - prefix.rows * ROW_ID_BYTES
-        transfer = self._attempt("receive from", src, lambda: self._links[src].receive(num_bytes))
-        arriving = unpack_hidden(transfer.message, *shape)
-        hidden = arriving if transfer.message.device == self._place else torch.empty_like(arriving, device=self._place)
-        self._arriving[src], awaited = transfer, [transfer]
+    def _receive_hidden(self, num_rows: int, src: int) -> tuple[Tensor, Callable[[], None]]:
+        """The activations [R, E] of so many rows that follow an envelope, and a function that waits for them."""
+        rows = self._rows
+        transfer = self._attempt("receive from", src, lambda: self._device_links[src].receive(rows.hidden_bytes(num_rows)))
+        is_encoded = rows.wire_dtype is not None
+        if is_encoded:
+            hidden = torch.empty(num_rows, rows.hidden_size, dtype=rows.dtype, device=self._place)
+        else:
+            hidden = rows.decoded(transfer.message, num_rows)
+        awaited = [transfer]
 
         def await_hidden() -> None:
             if not awaited:
                 return
             self._attempt("receive from", src, transfer.join)
-            if hidden is not arriving:
-                hidden.copy_(to_device(arriving, self._place))
+            if is_encoded:
+                hidden.copy_(rows.decoded(transfer.message, num_rows))
             awaited.clear()
 
         return hidden, await_hidden

@@ -1,9 +1,10 @@
 """Envelopes as bytes.
 
-An envelope is one message: a prefix with the lengths of the rest; the head, which always goes through host memory; and the
-activations of the rows of all updates. A receiver posts a buffer for the next envelope before it knows that one's lengths. So a
-head of more than INLINE_HEAD_BYTES, and the activations of more rows than the link takes inline, each follow in a message of
-their own, whose size the prefix gives.
+An envelope begins with a prefix, which has the lengths of the rest: the head, which always goes through host memory; and the
+activations of the rows of all updates, unless they go from device to device. Receivers post buffers of ``part_bytes`` before they
+know an envelope's lengths, and a longer one is sent in several messages of that size, each of which finds such a buffer.
+
+Activations travel in their own data type, or as int8 with a scale for each row: float32 [R], then int8 [R, E].
 
 The head has three parts: JSON (``StageMessageHead``: the updates without their rows; name, dtype and shape of each named tensor);
 token ids, parents and threads of the rows of all updates; and the elements of the named tensors, in the order of the JSON. Every
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -38,19 +40,22 @@ from pipedec.core import (
     UserError,
     Verdict,
 )
-from pipedec.device import HOST, to_host
+from pipedec.device import to_host
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
-INLINE_HEAD_BYTES = 16_384
+PART_HEAD_BYTES = 16_384  # of an envelope with PART_ROWS rows that is one message
+PART_ROWS = 128
 MAX_TENSORS = 64  # of an envelope
 MAX_NAME = 64  # characters of a tensor's name
 MAX_DIMENSIONS = 8
 PREFIX_BYTES = 32
+_SCALE_BYTES = torch.float32.itemsize
+_LEVELS = 127  # of int8, on either side of zero
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-PROTOCOL = "pipedec7"
+PROTOCOL = "pipedec8"
 _PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -94,40 +99,77 @@ _decoder = msgspec.json.Decoder(StageMessageHead)
 
 
 class Prefix(NamedTuple):
-    """The lengths at the start of an envelope's first message."""
+    """The lengths at the start of an envelope."""
 
     head_bytes: int  # of the head, a multiple of 8
     text_bytes: int  # of its JSON, a multiple of 8
     rows: int  # of all updates
     row_bytes: int  # of each row, with its activations
-    ends_session: int  # 1 if no envelope follows
+    ends_session: int  # 1 if no envelope follows before the next session
 
     @property
     def end(self) -> int:
-        """Where the activations begin in the first message, after prefix and head."""
-        return PREFIX_BYTES + (self.head_bytes if self.head_bytes <= INLINE_HEAD_BYTES else 0)
+        """Where the activations begin, after prefix and head."""
+        return PREFIX_BYTES + self.head_bytes
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the activations of rows travel. Ranks that exchange rows must have the same.
+
+    Attributes:
+        hidden_size: E; 0 for rows without activations.
+        dtype: in which the stages compute.
+        wire_dtype: int8, which rounds them; None for ``dtype``.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+    wire_dtype: torch.dtype | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row: token id, parent and thread, and the activations."""
+        return ROW_ID_BYTES + self.hidden_bytes(1)
+
+    def hidden_bytes(self, num_rows: int) -> int:
+        """Size of the activations of so many rows."""
+        if self.wire_dtype is None or not self.hidden_size:
+            return num_rows * self.hidden_size * self.dtype.itemsize
+        return num_rows * (_SCALE_BYTES + self.hidden_size)
+
+    def decoded(self, message: Tensor, num_rows: int) -> Tensor:
+        """The activations [R, E] in a message (uint8), as a view of it if they have travelled in their own data type."""
+        if self.wire_dtype is None:
+            return message.view(self.dtype).view(num_rows, self.hidden_size)
+        scale_R1 = message[: num_rows * _SCALE_BYTES].view(torch.float32)[:, None]
+        level_RE = message[num_rows * _SCALE_BYTES :].view(torch.int8).view(num_rows, self.hidden_size)
+        return (level_RE * scale_R1).to(self.dtype)
+
+
+def part_bytes(rows: RowFormat) -> int:
+    """Size of the messages into which a long envelope is divided."""
+    return PREFIX_BYTES + PART_HEAD_BYTES + PART_ROWS * rows.row_bytes
 
 
 def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Size of a step's rows in bytes: token ids, parents and threads, and the activations."""
-    return num_rows * (ROW_ID_BYTES + hidden_size * dtype.itemsize)
+    """Size of a step's rows in bytes: token ids, parents and threads, and the activations in their own data type."""
+    return num_rows * RowFormat(hidden_size, dtype).row_bytes
 
 
-def pack_hidden(hidden_RE: Tensor, device: torch.device) -> Tensor:
-    """Activations as one message, uint8, on ``device``: a copy."""
-    if device == HOST:
-        return _message([_array(hidden_RE)])
-    return hidden_RE.flatten().view(torch.uint8).clone()
+def pack_hidden(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
+    """Activations as one message, uint8, on their device: a copy."""
+    return _encoded(hidden_RE, wire_dtype).contiguous().flatten().view(torch.uint8).clone()
 
 
-def unpack_hidden(message: Tensor, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """The activations [R, E] in ``message``, as a view."""
-    return message.view(dtype).view(num_rows, hidden_size)
-
-
-def unpack_hidden_from(buffer: Bytes, start: int, num_rows: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
-    """The activations [R, E] that begin at ``start``, as a view of ``buffer``."""
-    return torch.frombuffer(buffer, dtype=dtype, count=num_rows * hidden_size, offset=start).view(num_rows, hidden_size)
+def _encoded(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
+    """Activations as they travel. If one of a row is not finite, none of that row's is at the other end."""
+    if wire_dtype is None:
+        return hidden_RE
+    hidden_RE = hidden_RE.float()
+    scale_R1 = (hidden_RE.abs().amax(1, keepdim=True) / _LEVELS).clamp_min(torch.finfo(torch.float32).tiny)
+    level_RE = (hidden_RE / scale_R1).round().to(wire_dtype)
+    return torch.cat([scale_R1.flatten().view(torch.uint8), level_RE.flatten().view(torch.uint8)])
 
 
 # A torch operation takes several microseconds when it follows a wait for the network, so messages in host memory are put
@@ -143,25 +185,16 @@ def _array(tensor: Tensor) -> Buffer:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
 
 
-class Packed(NamedTuple):
-    """The messages of an envelope; the later ones are None if the first one contains them."""
-
-    first: Tensor
-    head: Tensor | None
-    hidden: Tensor | None  # [R, E], of all rows
-
-
-def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
-    """The messages of an envelope.
-
-    Args:
-        inline_rows: maximum rows whose activations are in the first message.
+def pack_envelope(
+    envelope: StageMessage, wire_dtype: torch.dtype | None = None, holds_hidden: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """An envelope as bytes, and the activations [R, E] that have to follow it; None if there are none, or it holds them.
 
     Raises:
         ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver accepts.
     """
     step = _merged([update.step for update in envelope.updates if update.step is not None])
-    rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
+    num_rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
     heads = tuple(
         UpdateHead(
             one.number, one.opening, one.verdict, 0 if one.step is None else one.step.num_rows, one.logprobs, one.slots,
@@ -177,16 +210,16 @@ def pack_envelope(envelope: StageMessage, inline_rows: int) -> Packed:
     tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
     head: list[Buffer] = [text, tensors]
     if step is not None:
-        threads = bytes(8 * rows) if step.threads is None else _array(step.threads)
+        threads = bytes(8 * num_rows) if step.threads is None else _array(step.threads)
         head[1:1] = _array(step.token_ids), _array(step.parents), threads
-    head_bytes = len(text) + rows * ROW_ID_BYTES + len(tensors)
-    row_bytes = 0 if step is None else ROW_ID_BYTES + (0 if hidden is None else hidden.shape[1] * hidden.itemsize)
-    prefix = Prefix(head_bytes, len(text), rows, row_bytes, int(envelope.ends_session))
+    head_bytes = len(text) + num_rows * ROW_ID_BYTES + len(tensors)
+    row_bytes = 0
+    if num_rows:
+        row_bytes = ROW_ID_BYTES if hidden is None else RowFormat(hidden.shape[1], hidden.dtype, wire_dtype).row_bytes
+    prefix = Prefix(head_bytes, len(text), num_rows, row_bytes, int(envelope.ends_session))
     _check(prefix)
-    has_short_head, has_few_rows = prefix.head_bytes <= INLINE_HEAD_BYTES, rows <= inline_rows
-    inline = [*(head if has_short_head else []), *([_array(hidden)] if hidden is not None and has_few_rows else [])]
-    first = _message([_PREFIX.pack(PROTOCOL.encode(), *prefix), *inline])
-    return Packed(first, None if has_short_head else _message(head), None if has_few_rows else hidden)
+    held = [_array(_encoded(hidden, wire_dtype))] if hidden is not None and holds_hidden else []
+    return _message([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held]), None if holds_hidden else hidden
 
 
 def _check_tensors(heads: Sequence[TensorHead]) -> None:
@@ -207,7 +240,7 @@ def _padded(part: Buffer) -> bytes:
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
-    """The prefix of an envelope's first message, with rows of ``row_bytes`` bytes. Raises ValueError if it is another message, or
+    """The prefix of an envelope, with rows of ``row_bytes`` bytes. Raises ValueError if it is another message, or
     its lengths are impossible.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)

@@ -38,12 +38,12 @@ class Peer:
 
     def __init__(
         self, rank: int, world_size: int, meeting: Path, dtype: torch.dtype, timeout_seconds: float = 600.0,
-        backend: str = "gloo", device: str = "cpu", variables: Mapping[str, str] = MappingProxyType({}),
+        backend: str = "gloo", device: str = "cpu", variables: Mapping[str, str] = MappingProxyType({}), depth: int = 4,
     ) -> None:  # fmt: skip
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pipedec.transport.torch_distributed"])
         self._pipe, theirs = context.Pipe()
-        place = (rank, world_size, meeting, timeout_seconds)
+        place = (rank, world_size, meeting, timeout_seconds, depth)
         at = "cpu" if rank == 0 or device == "cpu" else f"{device}:{rank - 1}"
         self.process = context.Process(target=_serve, args=(backend, place, dtype, theirs, at, dict(variables)))
         self.process.start()
@@ -67,7 +67,7 @@ class Peer:
 
 
 def _serve(
-    backend: str, place: tuple[int, int, Path, float], dtype: torch.dtype, orders: Connection, device: str,
+    backend: str, place: tuple[int, int, Path, float, int], dtype: torch.dtype, orders: Connection, device: str,
     variables: Mapping[str, str],
 ) -> None:  # fmt: skip
     global _device
@@ -77,11 +77,11 @@ def _serve(
     if _device.type == "cuda":
         torch.cuda.set_device(_device)
     _record_messages()
-    rank, world_size, meeting, timeout_seconds = place
+    rank, world_size, meeting, timeout_seconds, depth = place
     rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds, "lo")
     try:
         groups = GlooGroups if device == "cpu" else ProcessGroups
-        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, _device, new_groups=groups)
+        transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, _device, new_groups=groups, depth=depth)
         transport.join(rendezvous)
     except PipedecError as error:
         orders.send(str(error))

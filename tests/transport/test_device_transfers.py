@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,13 +19,14 @@ from pipedec.device import GpuDevice
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous
 from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport
-from pipedec.transport.wire import INLINE_HEAD_BYTES, PREFIX_BYTES
+from pipedec.transport.wire import PART_ROWS, RowFormat, part_bytes
 
 LATENCY = 0.02
 NEAR = 5e-3
 PATIENCE_SECONDS = 1.0
 GARBAGE = 0xFF
 HIDDEN_SIZE = 4
+DEPTH = 8
 CPU = torch.device("cpu")
 
 
@@ -75,6 +77,7 @@ class Gloo:
         self._rank, self._members = rank, members
         self._arrived: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self._posted: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self.round_trips = 0  # of messages that found no receive
         members[rank] = self
 
     def size(self) -> int:
@@ -88,6 +91,7 @@ class Gloo:
         return Done()
 
     def deliver(self, message: Tensor, peer: int, tag: int) -> None:
+        self.round_trips += not self._posted[peer, tag]
         self._arrived[peer, tag].append(message)
         self._match(peer, tag)
 
@@ -96,9 +100,9 @@ class Gloo:
         self._match(peer, tag)
         return Done()
 
-    def posted_bytes(self, peer: int) -> int:
-        """Size of the buffer that waits for the next envelope of ``peer``."""
-        return self._posted[peer, ENVELOPE_TAG][0].nbytes
+    def posted_bytes(self, peer: int) -> list[int]:
+        """Sizes of the buffers that wait for envelopes of ``peer``."""
+        return [buffer.nbytes for buffer in self._posted[peer, ENVELOPE_TAG]]
 
     def _match(self, peer: int, tag: int) -> None:
         while self._posted[peer, tag] and self._arrived[peer, tag]:
@@ -133,7 +137,7 @@ def pair(nccl: Nccl) -> Pair:
 
 def joined(cuda: FakeCuda, rank: int, groups: type[ProcessGroups]) -> TorchTransport:
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
-    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device, groups)
+    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device, groups, DEPTH)
     transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
     assert transport.backend == "nccl"
     return transport
@@ -205,22 +209,23 @@ def test_the_receiver_of_a_message_waits_for_all_of_it() -> None:
 def test_what_never_comes_ends_in_time_and_what_was_aborted_at_once(pair: Pair, nccl: Nccl) -> None:
     _, sender, _ = pair
     nccl.latency = float("inf")
-    with pytest.raises(RankLost, match="rank 1 could not send to rank 2: nothing has arrived within 1 seconds"):
-        send_many(sender, 16)
+    late = "it has not received 8 earlier messages: nothing has arrived within 1 seconds"
+    with pytest.raises(RankLost, match=f"rank 1 could not send to rank 2: {late}"):
+        send_many(sender, DEPTH + 1)
     assert not sender.can_rejoin
     sender.abort()
     with pytest.raises(RankLost, match="rank 1 could not send to rank 2: the transfers were aborted"):
-        send_many(sender, 16)
+        send_many(sender, 1)
 
 
 def test_many_sends_are_kept_until_they_have_ended(pair: Pair) -> None:
     """The sender waits for its device only when many messages are pending."""
     cuda, sender, _ = pair
     began = cuda.now
-    send_many(sender, 8)
+    send_many(sender, DEPTH)
     assert cuda.now < began + LATENCY
-    send_many(sender, 8)
-    assert cuda.now >= began + 7 * LATENCY, "messages were let go of before they had left"
+    send_many(sender, DEPTH)
+    assert cuda.now >= began + DEPTH * LATENCY, "messages were let go of before they had left"
 
 
 @pytest.mark.failure_case("S3c")
@@ -248,7 +253,49 @@ def test_nothing_that_waits_for_an_envelope_of_another_gpu_has_room_for_activati
     _, sender, receiver = pair
     sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
     receiver.receive_envelope(1)
-    assert receiver.all_ranks.posted_bytes(1) == PREFIX_BYTES + INLINE_HEAD_BYTES
+    assert receiver.all_ranks.posted_bytes(1) == [part_bytes(RowFormat(0, torch.float32))] * DEPTH
+
+
+def test_several_steps_are_in_flight(pair: Pair) -> None:
+    """Heads run ahead, and activations arrive in their order while those before are still computed with."""
+    cuda, sender, receiver = pair
+    send_many(sender, 1)
+    receiver.receive_envelope(1).await_hidden()
+    receiver.all_ranks.round_trips, began = 0, cuda.now
+    for number in range(3):
+        sender.send_envelope(StageMessage((RequestUpdate(number, step=rows(3 + number)),)), 2)
+    envelopes = [receiver.receive_envelope(1) for _ in range(3)]
+    assert cuda.now < began + LATENCY, "the host has waited for activations"
+    assert receiver.all_ranks.round_trips == 0
+    found: list[list[float]] = []
+    for envelope in envelopes:
+        envelope.await_hidden()
+        cuda.give(0.001, partial(lambda hidden: found.append(hidden.flatten().tolist()), received_rows(envelope)[1]))
+    cuda.advance(1.0)
+    assert found == [list(range(number * HIDDEN_SIZE)) for number in (3, 4, 5)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 512, 700])
+def test_no_message_waits_for_a_round_trip(num_rows: int) -> None:
+    """Of rows of one timestep through host memory, as many as there are: each finds a receive that was posted before."""
+    members = dict[int, Gloo]()
+
+    class Groups(ProcessGroups):
+        def connect(self) -> Gloo:
+            return Gloo(self.rendezvous.rank, members)
+
+    sender, receiver = (TorchTransport("gloo", rank, HIDDEN_SIZE, torch.float32, CPU, None, Groups, DEPTH) for rank in (1, 2))
+    for rank, transport in enumerate((sender, receiver), start=1):
+        transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
+    envelope = StageMessage((RequestUpdate(7, verdict=Verdict.of(*range(400)), step=rows(num_rows)),))
+    sender.send_envelope(envelope, 2)
+    receiver.receive_envelope(1)
+    members[2].round_trips = 0
+    for _ in range(DEPTH * PART_ROWS // max(num_rows, PART_ROWS)):
+        sender.send_envelope(envelope, 2)
+    step, hidden = received_rows(receiver.receive_envelope(1))
+    assert members[2].round_trips == 0
+    assert torch.equal(hidden, rows(num_rows).hidden) and step.num_rows == num_rows  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rank", "senders"), [(1, [1]), (2, [2, 1]), (3, [2, 3]), (4, [3])])

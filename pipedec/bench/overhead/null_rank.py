@@ -98,7 +98,7 @@ def measure_rank(plan: RankPlan, report: Callable[[RankSample], None]) -> None:
     """
     torch.set_num_threads(1)
     rendezvous = Rendezvous(plan.rank, plan.stages + 1, file_store(plan.meeting, plan.stages + 1), PEER_SECONDS, "lo")
-    transport = TorchTransport("gloo", plan.rank, plan.hidden_size, torch.float32, torch.device("cpu"))
+    transport = TorchTransport("gloo", plan.rank, plan.hidden_size, torch.float32, torch.device("cpu"), depth=plan.stages)
     transport.join(rendezvous)
     try:
         for number in range(plan.repeats):
