@@ -98,6 +98,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "quantize": st.just("int4"),
     "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "transport": st.sampled_from(["gloo", "nccl"]),
+    "wire_dtype": st.just("int8"),
     "priors": st.booleans(), "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
     "model_impl": st.sampled_from(["auto", "pipedec", "transformers"]),
     "restart_window": st.floats(0.5, 1e6), "stall_timeout": st.floats(0.5, 1e6), "log_level": st.sampled_from(["debug", "error"]),

@@ -20,7 +20,7 @@ from pipedec.cli.show import console
 from pipedec.client.client import Client
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
-from pipedec.config import Settings, settings_options
+from pipedec.config import AUTO, Settings, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
 from pipedec.data import read_prompts
@@ -100,12 +100,21 @@ def verify(
             expected = "STAGES or STAGESxOPTIONS, separated by commas, like 1,4,14,14x7"
             raise UserError(f"--shapes {shapes}: expected {expected}") from None
         pairs = [(each[0], each[-1]) for each in numbers]
+    if not local:
+        _check_wire(settings)
     compared = settings if asked.threads is None else settings.for_threads()
     _compare_started(compared, pairs, list(methods), requests, local, asked.concurrency)
 
 
+def _check_wire(settings: Settings) -> None:
+    """Raises UserError if activations are rounded between stages."""
+    if (wire_dtype := settings.cluster.wire_dtype) != AUTO:
+        raise UserError(f"--wire-dtype {wire_dtype} may change tokens, so there is nothing to verify: leave it out")
+
+
 def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
     """Compare the methods of a running cluster with its ``pp``."""
+    _check_wire(cluster.description.settings)
     for name in methods:
         cluster.check_method(name)
     compared = [name for name in methods or cluster.methods() if name != "pp"]

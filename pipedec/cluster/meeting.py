@@ -214,6 +214,7 @@ class Meeting:
             "weights": str(self._spec.weights),
             "weights of the draft": str(self._spec.largest_draft_weights),
             "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
+            "--wire-dtype": self._spec.settings.cluster.wire_dtype,
         }
         return CardEvent(self._place.rank, str(self._place.host), machine_id(), address, versions, configs, settings)
 

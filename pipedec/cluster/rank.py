@@ -84,8 +84,9 @@ class Rank:
         self._wanted = chosen_backend(place, spec, num_gpus())
         hidden_size = model_config(spec.target).hidden_size
         self._streams = device_of(self._device)
+        wire_dtype = None if spec.settings.cluster.wire_dtype == AUTO else torch.int8
         self._transport = TorchTransport(
-            self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams
+            self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams, wire_dtype=wire_dtype
         )
         self._activity = Activity()
         self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)

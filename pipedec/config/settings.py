@@ -152,6 +152,13 @@ class Cluster:
     transport: Annotated[
         Literal["auto", "gloo", "nccl"], Help("Backend of transfers between stages; auto: NCCL if each stage has its own GPU.")
     ] = "auto"
+    wire_dtype: Annotated[
+        Literal["auto", "int8"],
+        Help(
+            "Data type of activations on their way between stages; auto: the target's. int8 with a scale for each row needs "
+            "less of slow links. Near-tie only: it may change a token where two are about equally probable."
+        ),
+    ] = "auto"
     dispatch: Dispatch = "windows"
     passage: Annotated[
         Literal["auto"] | Annotated[int, Meta(ge=1, le=MAX_PASSAGE)],

@@ -96,6 +96,12 @@ def test_generate_refuses(pipedec: Calls, pair: Pair, tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.usefixtures("nothing_starts")
+def test_rounded_activations_are_not_verified(pipedec: Calls, pair: Pair) -> None:
+    refused = pipedec("verify", *pair.flags, "--prompt", "a", "--wire-dtype", "int8").refused()
+    assert refused == "--wire-dtype int8 may change tokens, so there is nothing to verify: leave it out"
+
+
 def test_a_gpu_that_is_not_there(pipedec: Calls, pair: Pair) -> None:
     assert pipedec("generate", *pair.flags, "--prompt", "a", "--device", "cuda").refused() == (
         "--device cuda, but torch sees no GPU here: install a CUDA build of torch, or use --device cpu"

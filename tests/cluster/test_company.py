@@ -208,6 +208,18 @@ def test_a_prompt_has_log_probabilities(cluster: LocalCluster, token_ids: tuple[
     assert client.ask(PromptRequest((9,), sampling=asked)).prompt_logprobs == [None]
 
 
+def test_activations_of_int8_hardly_change_what_is_probable(
+    pair: Pair, cluster: LocalCluster, token_ids: tuple[int, ...]
+) -> None:
+    asked = PromptRequest(token_ids, sampling=structs.replace(SAMPLING, prompt_logprobs=0))
+    exact = client_of(cluster).ask(asked)
+    with LocalCluster(pair.spec(STAGES).replaced(wire_dtype="int8")) as rounded:
+        found = client_of(rounded).ask(asked)
+    assert len(found.token_ids) == SAMPLING.max_tokens
+    ours, theirs = ([next(iter(one.values())) for one in answer.prompt_logprobs or () if one] for answer in (found, exact))
+    assert ours == pytest.approx(theirs, abs=0.2) and ours != pytest.approx(theirs, abs=1e-4)
+
+
 def test_what_is_counted_is_what_was_answered(pair: Pair, token_ids: tuple[int, ...]) -> None:
     """By rank 0 and by every stage, from the first request on."""
     prompts = [PromptRequest(token_ids[start:], sampling=SAMPLING) for start in (1, 2, 3)]

@@ -176,13 +176,14 @@ def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.Monkey
             {"settings": {"KV slots": "32 in blocks of 16"}},
             r"has KV slots [\d,]+ in blocks of 16, but rank 0 \(draft\) on host-0 has 32 in blocks",
         ),
+        ({"settings": {"--wire-dtype": "int8"}}, r"has --wire-dtype auto, but rank 0 \(draft\) on host-0 has int8: give both"),
         (  # as where torchrun starts one without a plan on a host with GPUs and on one without
             {"settings": {"weights": "bfloat16", "weights of the draft": "bfloat16", "KV slots": "512 in blocks of 256"}},
             r"has weights float32, but rank 0 \(draft\) on host-0 has bfloat16: "
             r"give both the same flags, --device and --dtype if their GPUs differ$",
         ),
     ],
-    ids=["checkpoint", "flags", "dtype"],
+    ids=["checkpoint", "flags", "wire", "dtype"],
 )
 @pytest.mark.failure_case("M7")
 def test_another_checkpoint_and_other_flags_are_found_before_anything_is_loaded(
