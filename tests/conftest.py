@@ -9,12 +9,14 @@ import gc
 import multiprocessing.util
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import hypothesis
 import pytest
 from support.hosts import Hosts, lacking, namespace_hosts
 from support.processes import deadline, marked_processes, wait_until
+from support.slow_links import Link
 
 pytest_plugins = ["support.durations", "support.tiers", "support.numbers", "support.selection"]
 
@@ -57,11 +59,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def hosts3() -> Iterator[Hosts]:
     """Three hosts that no test may leave unplugged or blocked. Where they cannot be made the test is skipped."""
-    if missing := lacking():
-        message = f"hosts on one machine need {', '.join(missing)} (Debian: openssh-server, iproute2)"
-        pytest.skip(message)
-    with namespace_hosts(3) as hosts:
+    with _three_hosts() as hosts:
         yield hosts
+
+
+@pytest.fixture(scope="module")
+def slow_hosts3() -> Iterator[Hosts]:
+    """The same with links that a test may slow down, and must set back."""
+    with _three_hosts(Link()) as hosts:
+        yield hosts
+
+
+def _three_hosts(links: Link | None = None) -> AbstractContextManager[Hosts]:
+    if missing := lacking(slow_links=links is not None):
+        pytest.skip(f"hosts on one machine need {', '.join(missing)} (Debian: openssh-server, iproute2)")
+    return namespace_hosts(3, links)
 
 
 @pytest.fixture

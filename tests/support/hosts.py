@@ -1,8 +1,9 @@
 """Several hosts on one machine: each has a network, a host name and mounts of its own, and an sshd; a switch joins them.
 
 They are Linux namespaces without names, which the kernel removes with their last process. A reaper in a session of its own ends
-those processes when this process closes a pipe to it, by whatever end. It also holds the switch. Hosts share the file system
-but for what is mounted for one of them. Their names resolve as Debian installs them: each host's own to 127.0.1.1.
+those processes when this process closes a pipe to it, by whatever end. The switch is a bridge that the reaper holds, or a process
+that delays frames. Hosts share the file system but for what is mounted for one of them. Their names resolve as Debian installs
+them: each host's own to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import IO, Any
 
 from support.instruction_sets import LIMITS
+from support.slow_links import TUN, Link, SlowSwitch, address_of
 
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "unshare", "nsenter", "mount", "hostname")
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # where the tools are, though not on every PATH
 DROP = ("action", "mirred", "egress", "redirect", "dev", "dropped")
 START_SECONDS = 30.0
+QUEUE_FRAMES = 10_000  # that wait for a slow switch before one is lost
 PASSED_ON = ("PIPEDEC_TESTS", "PYTHONPATH", "OMP_NUM_THREADS", *LIMITS)  # sshd passes nothing on of its own accord
 
 # Runs in the namespaces of a new host: $1 its name, $2 its directory, $3 the configuration of its sshd, $4 sshd.
@@ -40,10 +45,11 @@ exec "$4" -D -e -f "$3"
 """
 
 
-def lacking() -> list[str]:
+def lacking(slow_links: bool = False) -> list[str]:
     """What this machine has not got that hosts need, in words."""
     found = [] if os.geteuid() == 0 else ["root"]
     found += [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
+    found += [str(TUN)] if slow_links and not TUN.exists() else []
     return found or ([] if _may_unshare() else ["leave to make network namespaces with bridges, mounts and host names"])
 
 
@@ -65,26 +71,35 @@ class Hosts:
         ssh_config: for ``ssh -F``, on any of the hosts; ``PIPEDEC_SSH`` names it to commands that ``run`` and ``popen`` start.
     """
 
-    def __init__(self, count: int, directory: Path, reaper: subprocess.Popen[bytes]) -> None:
+    def __init__(self, count: int, directory: Path, reaper: subprocess.Popen[bytes], slow: SlowSwitch | None) -> None:
         self.names = [f"host-{index + 1}" for index in range(count)]
         self.ssh_config = directory / "ssh_config"
         self._directory = directory
         self._reaper = reaper
+        self._slow = slow
+        self._links: dict[tuple[int, int], Link] = {}  # of pairs in ascending order; only with a slow switch
         self._key = directory / "key"
         self._holders: list[subprocess.Popen[bytes]] = []
 
-    def start(self) -> None:
-        """Make the hosts; each can be reached over ssh from then on."""
+    def start(self, links: Link | None) -> None:
+        """Make the hosts, joined by ``links`` or by a bridge; each can be reached over ssh from then on."""
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # sshd gives up its rights there
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self._key], check=True)
         self.ssh_config.write_text(
             f"Host *\n  IdentityFile {self._key}\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
             "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
         )
-        self._in_switch("ip", "link", "add", "br0", "type", "bridge")
-        self._in_switch("ip", "link", "set", "br0", "up")
+        if self._slow is None:
+            self._in_switch("ip", "link", "add", "br0", "type", "bridge")
+            self._in_switch("ip", "link", "set", "br0", "up")
+        else:
+            self._reap_later(self._slow.process.pid)
         for index in range(len(self.names)):
             self._start_host(index)
+        if links is not None:
+            self._links = dict.fromkeys(combinations(range(len(self.names)), 2), links)
+            for first, second in self._links:
+                self.link(first, second)
         for index in range(len(self.names)):
             _wait_for_line(self._directory / self.names[index] / "sshd.log", b"Server listening")
 
@@ -129,8 +144,15 @@ class Hosts:
         """Undo ``bind``."""
         self.run(index, "umount", target, check=True)
 
+    def link(self, first: int, second: int, **changes: Any) -> None:
+        """Change attributes of the link between two hosts that were joined by links, from now on."""
+        pair = min(first, second), max(first, second)
+        self._links[pair] = replace(self._links[pair], **changes)
+        assert self._slow is not None
+        self._slow.set_link(*pair, self._links[pair])
+
     def unplug(self, index: int) -> None:
-        """Take the network cable out."""
+        """Take the network cable out, which leads to a bridge."""
         self._in_switch("ip", "link", "set", f"port{index}", "down")
 
     def plug(self, index: int) -> None:
@@ -204,15 +226,28 @@ class Hosts:
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True, env=_tools(),
             )  # fmt: skip
         self._holders.append(holder)
-        assert holder.stdout is not None and self._reaper.stdin is not None
+        assert holder.stdout is not None
         with holder.stdout as stdout:
             assert stdout.readline() == b"ready\n", (directory / "sshd.log").read_text()
-        self._reaper.stdin.write(f"{_network_of(holder.pid)}\n".encode())
-        port = f"port{index}"
-        self._in_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
-        self._in_switch("ip", "link", "set", port, "master", "br0", "up")
+        self._reap_later(holder.pid)
+        if self._slow is None:
+            port = f"port{index}"
+            self._in_switch("ip", "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid))
+            self._in_switch("ip", "link", "set", port, "master", "br0", "up")
+        else:
+            moved = ("netns", str(holder.pid), "name", "eth0", "address", address_of(index), "txqueuelen", str(QUEUE_FRAMES))
+            self._in_switch("ip", "link", "set", self._slow.add_port(index), *moved)
         self._on(index, "ip", "address", "add", f"{self.address(index)}/24", "dev", "eth0")
         self._on(index, "ip", "link", "set", "eth0", "up")
+        if self._slow is not None:  # as behind a router, nobody asks over a slow link for an address
+            for other in range(len(self.names)):
+                known = (self.address(other), "lladdr", address_of(other), "nud", "permanent")
+                self._on(index, "ip", "neighbor", "add", *known, "dev", "eth0")
+
+    def _reap_later(self, pid: int) -> None:
+        """Let the reaper kill what is in the network of this process."""
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(f"{_network_of(pid)}\n".encode())
 
     def _sshd_config(self, index: int) -> str:
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
@@ -240,7 +275,7 @@ class Hosts:
         subprocess.run(self._entering(index, command), check=True, stdin=subprocess.DEVNULL, env=_tools())
 
     def _in_switch(self, *command: str) -> None:
-        enter = ["nsenter", "--target", str(self._reaper.pid), "--net"]
+        enter = ["nsenter", "--target", str((self._slow.process if self._slow else self._reaper).pid), "--net"]
         subprocess.run([*enter, *command], check=True, stdin=subprocess.DEVNULL, env=_tools())
 
     def close(self) -> None:
@@ -250,22 +285,26 @@ class Hosts:
 
 
 @contextmanager
-def namespace_hosts(count: int) -> Iterator[Hosts]:
-    """Hosts for as long as the block runs. Raises CalledProcessError if a command that makes them fails; see ``lacking``."""
+def namespace_hosts(count: int, links: Link | None = None) -> Iterator[Hosts]:
+    """Hosts for as long as the block runs, joined by ``links``, each pair alike at first, or by a bridge.
+
+    Raises CalledProcessError if a command that makes them fails; see ``lacking``.
+    """
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hosts-", ignore_cleanup_errors=True)))
+        slow = None if links is None else stack.enter_context(closing(SlowSwitch()))
         reaper = subprocess.Popen(
             ["unshare", "--net", sys.executable, "-m", __name__, directory], bufsize=0, cwd=Path(__file__).parents[1],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert reaper.stdin is not None and reaper.stdout is not None
-        hosts = Hosts(count, directory, reaper)
+        hosts = Hosts(count, directory, reaper, slow)
         stack.callback(hosts.close)
         stack.callback(reaper.wait, START_SECONDS)
         stack.callback(reaper.stdin.close)
         with reaper.stdout as stdout:
             assert stdout.readline() == b"ready\n", "the reaper did not start"
-        hosts.start()
+        hosts.start(links)
         yield hosts
 
 
