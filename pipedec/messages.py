@@ -85,6 +85,22 @@ class Choice(Record, frozen=True):
     why: str
 
 
+class LinkSpeed(Record, frozen=True):
+    """The speed of the link from a rank to the one to which it sends, as measured when the ranks met.
+
+    Attributes:
+        latency_seconds: of one way, half the shortest round trip.
+        bytes_per_second: the highest rate of a short burst over one TCP connection. A long link of several hundred Mbit/s, or a
+            short one of several Gbit/s, may be faster: the burst is over before TCP uses all of it.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def __str__(self) -> str:
+        return f"{1000 * self.latency_seconds:.3g} ms, {8e-6 * self.bytes_per_second:,.0f} Mbit/s"
+
+
 class RankDescription(Record, frozen=True):
     """Where a rank runs, and how it computes and sends.
 
@@ -96,6 +112,7 @@ class RankDescription(Record, frozen=True):
         attention: the kernel of its layers.
         remarks: further notes for users.
         since_epoch: the epoch in which its process has loaded its weights.
+        link: to the next rank, or from the last to rank 0; None if all ranks are on one machine.
     """
 
     rank: int
@@ -107,12 +124,14 @@ class RankDescription(Record, frozen=True):
     attention: Choice
     remarks: tuple[str, ...] = ()
     since_epoch: int = 0
+    link: LinkSpeed | None = None
 
     def __str__(self) -> str:
         sending = f"{self.transport.name} over {self.interface.name} ({self.transport.why}; {self.interface.why})"
         attention = f"{self.attention.name} attention ({self.attention.why})"
         computing = f"{self.device}, {self.dtype.name} ({self.dtype.why})"
-        return "; ".join([computing, sending, attention, *self.remarks])
+        links = [] if self.link is None else [f"to the next rank {self.link}"]
+        return "; ".join([computing, sending, *links, attention, *self.remarks])
 
 
 class BitaDescription(Record, frozen=True):
@@ -152,6 +171,11 @@ class RunDescription(Record, frozen=True):
     def target(self) -> str:
         """The directory of the target."""
         return str(self.settings.models.target)
+
+    @property
+    def ring_latency_seconds(self) -> float:
+        """Of one way around the ring of ranks; 0 if all are on one machine."""
+        return sum(rank.link.latency_seconds for rank in self.ranks if rank.link is not None)
 
     @property
     def draft(self) -> str | None:

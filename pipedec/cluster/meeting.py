@@ -76,6 +76,7 @@ class Met:
     digests: Mapping[str, str]  # of the weights by model, if the ranks are on several hosts
     own: TensorDigests  # of the tensors that this rank reads, by model and name, if there may be several hosts
     kv_slots: int | None  # of every rank's KV pool, if ranks have measured their memory
+    is_alone: bool  # all ranks are on this machine
 
 
 class RankMemory:
@@ -179,7 +180,7 @@ class Meeting:
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
             agreed = slots or (self._spec.agreed_budget(measured).tokens if measured else None)  # None follows from the settings
             of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
-            yield Met(rendezvous, interface, of_models, digests, agreed)
+            yield Met(rendezvous, interface, of_models, digests, agreed, is_alone)
 
     def loaded(self, description: RankDescription) -> None:
         """Report to rank 0 that this rank can serve."""

@@ -41,7 +41,7 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.families import model_config
 from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed
-from pipedec.messages import Choice, RankDescription, RunDescription
+from pipedec.messages import Choice, LinkSpeed, RankDescription, RunDescription
 from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
@@ -86,8 +86,9 @@ class Rank:
         self._streams = device_of(self._device)
         wire_dtype = None if spec.settings.cluster.wire_dtype == AUTO else torch.int8
         self._transport = TorchTransport(
-            self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams, wire_dtype=wire_dtype
-        )
+            self._wanted.name, place.rank, hidden_size, DTYPES[spec.dtype], self._device, self._streams, depth=spec.link_depth,
+            wire_dtype=wire_dtype,
+        )  # fmt: skip
         self._activity = Activity()
         self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)
         self._memory = RankMemory(spec, self._place, self._device)
@@ -145,13 +146,16 @@ class Rank:
             why = others if self._place.rank else "messages from and to rank 0 go through host memory"
             backend = Choice(self._transport.backend, why)
         logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
+        link = None if met.is_alone else self._transport.measured_link()
+        if link is not None:
+            logger.info("to rank %d: %s", self._spec.topology.following(self._place.rank), link)
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
             began = time.monotonic()
             self._cold.warm_up(self._usual, warming)
             logger.info("warmed up in %.1f s", time.monotonic() - began)
             self._cold = None
-        description = self._description(met, backend)
+        description = self._description(met, backend, link)
         if not self._has_served:
             self._describe(description)
             logger.info("on %s: %s", self._place.host, description)
@@ -160,6 +164,8 @@ class Rank:
         if self._place.rank == 0:  # declares the run up when all ranks can serve
             ranks = self._meeting.wait_for_all()
             self._opened = self._spec.description(ranks, met.digests)
+            assert isinstance(loop, DraftLoop)
+            loop.set_ring_latency(self._opened.ring_latency_seconds)
             self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
             self._submitted = self._scheduler.status().submitted
             logger.info("all %d ranks can serve: the run takes requests", len(ranks))
@@ -252,7 +258,7 @@ class Rank:
             make_feed=partial(LiveFeed, about, prompter.text),
         )
 
-    def _description(self, met: Met, backend: Choice) -> RankDescription:
+    def _description(self, met: Met, backend: Choice, link: LinkSpeed | None) -> RankDescription:
         """The description of this rank for users."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
@@ -269,6 +275,7 @@ class Rank:
             attention=attention,
             remarks=remarks,
             since_epoch=self._first_epoch,
+            link=link,
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
 from pipedec.config import AUTO, NONE, ServerConfig, Settings
-from pipedec.core import KNEE_ROWS
+from pipedec.core import KNEE_ROWS, MAX_PASSAGE
 from pipedec.families import ModelConfig, model_by_name, model_config
 from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.kv import KVManager
@@ -115,6 +115,11 @@ class PipelineSpec:
         """Whether more timesteps than there are groups may be in flight, as many as pay."""
         duplex = self.duplex if self.emulation is None else self.emulation.duplex
         return self.settings.cluster.passage == AUTO and self.window > 0 and duplex == "full"
+
+    @property
+    def link_depth(self) -> int:
+        """Envelopes that may be on their way over a link."""
+        return MAX_PASSAGE // 2 if self.tunes_passage else self.settings.passage
 
     @property
     def knee(self) -> int:

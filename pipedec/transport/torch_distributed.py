@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from threading import Event
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +25,8 @@ from torch.distributed import ProcessGroupGloo, ReduceOp
 
 from pipedec.core import EMPTY, RankLost, StageMessage, UserError
 from pipedec.device import Device, DeviceEvent, device_of, to_device
+from pipedec.messages import LinkSpeed
+from pipedec.transport import link_speed
 from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
@@ -225,6 +229,20 @@ class TorchTransport:
             self._attempt("send to", peer, lambda: link.send(message, _TRIAL_TAG).wait())
         else:
             self._attempt("receive from", peer, lambda: link.receive(1, _TRIAL_TAG).wait())
+
+    def measured_link(self) -> LinkSpeed:
+        """The speed of the link through host memory to the next rank, or from the last to rank 0. All ranks measure at the same
+        time, after ``join``. Raises RankLost if the next rank, or the one before, is gone or did not answer in time.
+        """
+        after, before = ((self._rank + step) % len(self._host_links) for step in (1, -1))
+        is_timed = Event()
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(
+                lambda: self._attempt("answer", before, lambda: link_speed.answer(self._host_links[before], is_timed))
+            )
+            speed = self._attempt("measure the link to", after, lambda: link_speed.measured(self._host_links[after], is_timed))
+            answered.result()
+        return speed
 
     def _rows_from(self, sender: int) -> RowFormat:
         return self._rows if sender > 0 else self._bare_rows

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 
 from pipedec.core import PipedecError, RequestUpdate, StageMessage, Step, Verdict
+from pipedec.messages import LinkSpeed
 from pipedec.transport import torch_distributed
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
@@ -222,3 +223,7 @@ def join_again(transport: TorchTransport, rank: int, world_size: int, meeting: P
 def used(transport: TorchTransport) -> tuple[int, int]:
     """Open file descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def measured_link(transport: TorchTransport) -> LinkSpeed:
+    return transport.measured_link()

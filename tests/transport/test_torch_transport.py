@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from itertools import product
@@ -14,6 +15,7 @@ from support.peer import Peer
 
 from pipedec.core import Accepted, UserError, Verdict
 from pipedec.messages import CardEvent, to_json
+from pipedec.transport.link_speed import best_rate
 from pipedec.transport.torch_distributed import ProcessGroups, TorchTransport
 from pipedec.transport.wire import PROTOCOL
 
@@ -168,6 +170,48 @@ def test_who_waits_for_a_transfer_comes_loose_when_another_thread_aborts(trio: t
     assert draft.result() == "RankLost: rank 0 could not receive from rank 1: the transfers were aborted"
     assert first.result().startswith("RankLost: rank 1 could not receive from rank 0: ")
     assert draft.do(peer.send_envelope, 0, 3, None, 1).endswith("could not send to rank 1: the transfers were aborted")
+
+
+def test_links_of_a_ring_are_measured_at_every_meeting(trio: tuple[Peer, ...], tmp_path: Path) -> None:
+    """And what is measured is in the way of no envelope."""
+    for meeting in range(2):
+        for one in trio:
+            one.order(peer.measured_link)
+        speeds = [one.result() for one in trio]
+        assert all(0 < one.latency_seconds < 60 and 0 < one.bytes_per_second < math.inf for one in speeds), speeds
+        send_both_ways(*trio[1:], 1, torch.float32)
+        for rank, one in enumerate(trio):
+            one.order(peer.join_again, rank, 3, tmp_path / f"meeting-{meeting}")
+        assert [one.result() for one in trio] == ["joined"] * 3
+
+
+def test_two_ranks_measure_both_directions(pair: Pair) -> None:
+    for one in pair:
+        one.order(peer.measured_link)
+    assert all(0 < one.result().latency_seconds < 60 for one in pair)
+
+
+def test_a_rank_that_is_gone_when_links_are_measured_is_named(trio: tuple[Peer, ...]) -> None:
+    """By both of its neighbours, which still measure what they can."""
+    draft, first, last = trio
+    for one in (draft, last):
+        one.order(peer.measured_link)
+    first.process.kill()
+    assert draft.result().startswith("RankLost: rank 0 could not measure the link to rank 1: ")
+    assert last.result().startswith("RankLost: rank 2 could not answer rank 1: ")
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "rate"),
+    [
+        ([0.0, 0.1, 0.101, 0.102, 0.103, 0.104, 0.106, 0.5], 5 / 0.006),
+        ([0.0, 0.001], 1 / 0.001),
+        ([0.0, 0.0], 1 / 1e-6),
+    ],
+    ids=["slow start", "a short burst", "too fast to tell"],
+)
+def test_the_rate_of_a_link_is_the_highest_of_its_burst(arrivals: list[float], rate: float) -> None:
+    assert best_rate(arrivals) == pytest.approx(rate * 2**14)
 
 
 @pytest.mark.failure_case("S17")
