@@ -59,7 +59,7 @@ def check_answers(
 
     No two prompts begin alike: where the stages find a prompt in their caches, the draft model may have to catch up.
     """
-    groups, hits = cluster.spec.topology.num_groups, dict.fromkeys(METHOD_NAMES, 0)
+    passage, hits = cluster.spec.settings.passage, dict.fromkeys(METHOD_NAMES, 0)
     for prompt in prompts:
         for method in METHOD_NAMES:
             text = f"{METHOD_NAMES.index(method)}{PROMPTS.index(prompt)} {prompt}"
@@ -71,11 +71,11 @@ def check_answers(
             assert answer.text == "".join(pieces) == tokenizer.decode(expected, skip_special_tokens=True)
             metrics = answer.metrics
             assert metrics.hits + metrics.misses == len(expected) - 1
-            check_timesteps(metrics, groups, method)
+            check_timesteps(metrics, passage, method)
             if method in ("pp", "stpp"):  # the static tree enters once per miss
                 assert metrics.draft_tokens == (0 if method == "pp" else TREE["rows"] * metrics.misses)
-            else:  # with one group nothing is in flight when a token is accepted, and pipedec drafts nothing
-                assert metrics.draft_tokens > metrics.hits or groups == 1
+            else:  # in a passage of one timestep nothing is in flight when a token is accepted, and pipedec drafts nothing
+                assert metrics.draft_tokens > metrics.hits or passage == 1
             assert metrics.ttft_seconds is not None and metrics.ttft_seconds > metrics.prefill_seconds
             assert metrics.tpot_seconds is not None and metrics.tpot_seconds > 0
             assert (answer.stages, answer.prompt_tokens) == (cluster.spec.settings.cut.stages, len(token_ids))
@@ -83,7 +83,7 @@ def check_answers(
             hits[method] += metrics.hits
     assert hits["pp"] == 0 and hits["stpp"] > 0
     assert (
-        min(hits["pipedec"], hits["pipedec-bestfirst"]) > 0 or groups == 1
+        min(hits["pipedec"], hits["pipedec-bestfirst"]) > 0 or passage == 1
     )  # a hit was in flight when its parent left the last group
 
 
@@ -106,11 +106,11 @@ def test_every_rank_says_what_it_computes_in_and_why(resident: LocalCluster) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 1), (4, 4), (4, 2)], ids=lambda shape: f"{shape[0]}in{shape[1]}")
+@pytest.mark.parametrize(("shape", "passage"), [((1, 1), 1), ((4, 4), 4), ((4, 2), 2), ((3, 3), 9)], ids=str)
 def test_other_shapes_say_what_transformers_says(
-    shape: tuple[int, int], pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
+    shape: tuple[int, int], passage: int, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with LocalCluster(pair.spec(*shape)) as cluster:
+    with LocalCluster(pair.spec(*shape).replaced(passage=passage)) as cluster:
         pids = list(cluster.pids.values())
         check_answers(cluster, reference, tokenizer)
     assert len(pids) == shape[0] + 1 and not any(psutil.pid_exists(pid) for pid in pids)
