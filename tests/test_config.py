@@ -98,8 +98,9 @@ def test_a_partition_may_have_models_and_limits_of_its_own(tmp_path: Path) -> No
 
 def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> None:
     text = GOOD.replace("alpha,", "alpha, ssh: me@10.0.0.1, hostname: n1, interface: eth0, python: /bin/py, environment: {A: b},")
+    text = text.replace("partitions:", "  - {host: beta, devices: {cpu: 1}}\npartitions:")
     text += "redis: {host: alpha, port: 7000, password: secret}\nlaunch: {directory: /srv, environment: {NCCL_DEBUG: WARN}}\n"
-    config = load(tmp_path, text + "network: {duplex: full}\n")
+    config = load(tmp_path, text + "network: {duplex: half, links: [{between: [alpha, beta], latency_us: 9}]}\n")
     assert cluster_from_json(cluster_to_json(config)) == config
     assert config.servers[0].ssh_destination == "me@10.0.0.1"
     with pytest.raises(UserError, match="the configuration of the cluster: unknown key 'newer'"):
@@ -133,6 +134,13 @@ STAGES = "stages: 4"
         (GOOD.replace(STAGES, ""), "partitions.small.stages: missing"),
         (GOOD + "network: {latency_us: .nan}\n", "network.latency_us: must be at most 1000000000, not nan"),
         (GOOD + "network: {duplex: both}\n", "network.duplex: must be one of full, half, not 'both'"),
+        (GOOD + "network: {links: [{between: [alpha, beta]}]}\n", "network.links[0].between: unknown host 'beta': known: alpha"),
+        (GOOD + "network: {links: [{between: [alpha, alpha]}]}\n", "network.links[0].between: alpha twice: name two hosts"),
+        (GOOD + "network: {links: [{between: [a, b]}, {between: [b, a]}]}\n",
+         "network.links[1]: b and a are listed twice: list each pair once"),
+        (GOOD + "network: {links: [{between: [alpha]}]}\n", "network.links[0].between: must be a list of 2, not of 1"),
+        (GOOD + "network: {links: [{between: [alpha, beta], bandwidth_gbps: 0}]}\n",
+         "network.links[0].bandwidth_gbps: must be more than 0, not 0"),
         (GOOD + "network: {within_server: pcie5}\n", "network.within_server: unknown link 'pcie5': did you mean pcie4?"),
         (GOOD + "redis: {host: beta}\n", "redis.host: unknown host 'beta': known: alpha"),
         (GOOD + "redis: {host: alpha, url: 'redis://a:1/0'}\n",

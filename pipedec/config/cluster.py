@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, get_type_hints
 from msgspec import Meta, json
 
 from pipedec.config.redis import RedisConfig, redis_config
-from pipedec.config.settings import NONE, SETTINGS, Settings, Text
+from pipedec.config.settings import AUTO, NONE, SETTINGS, Settings, Text
 from pipedec.core import BadValue, UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named
-from pipedec.hardware import DEVICES, LINKS
+from pipedec.hardware import DEVICES, LINKS, LinkSpec
 from pipedec.validation import joined, parse_json, parse_yaml, read_text, shortened, unknown_name, validated
 
 Name = Annotated[
@@ -26,25 +26,57 @@ Name = Annotated[
 Environment = Mapping[str, str]
 
 
+Microseconds = Annotated[float, Meta(ge=0, le=1e9)]
+Gbps = Annotated[float, Meta(gt=0, le=1e9)]
+
+
+@dataclass(frozen=True)
+class PairConfig:
+    """The link between two hosts, the same in both directions; without a value, that of the network."""
+
+    between: tuple[Text, Text]
+    latency_us: Microseconds | None = None
+    bandwidth_gbps: Gbps | None = None
+
+    def __post_init__(self) -> None:
+        if len(set(self.between)) < 2:
+            raise BadValue(f"between: {self.between[0]} twice: name two hosts")
+
+
 @dataclass(frozen=True)
 class NetworkConfig:
-    """The links between devices. Plans and emulation use their speed; a running cluster uses only ``duplex``.
+    """The links between devices. Plans and emulation use their speed; a running cluster uses ``duplex``, and the latencies of
+    ``links`` for the order of its hosts.
 
     Attributes:
         latency_us: one way, between servers.
         bandwidth_gbps: Gbit/s between servers.
-        duplex: ``half`` if a rank takes part in one transfer at a time (Algorithm 2's rule), ``full`` if it sends and receives
-            at the same time.
+        links: pairs of servers with other values.
+        duplex: ``full`` if a rank sends and receives at the same time, ``half`` if it takes part in one transfer at a time
+            (Algorithm 2's rule).
     """
 
-    latency_us: Annotated[float, Meta(ge=0, le=1e9)] = 50.0
-    bandwidth_gbps: Annotated[float, Meta(gt=0, le=1e9)] = 10.0
+    latency_us: Microseconds = 50.0
+    bandwidth_gbps: Gbps = 10.0
+    links: tuple[PairConfig, ...] = ()
     within_server: Text = "pcie4"
-    duplex: Literal["half", "full"] = "half"
+    duplex: Literal["half", "full"] = "full"
 
     def __post_init__(self) -> None:
         if self.within_server not in LINKS:
             raise BadValue(f"within_server: {unknown_name('link', self.within_server, LINKS)}")
+        for index, link in enumerate(self.links):
+            if any(set(link.between) == set(earlier.between) for earlier in self.links[:index]):
+                raise BadValue(f"links[{index}]: {' and '.join(link.between)} are listed twice: list each pair once")
+
+    def link(self, source: str, target: str) -> LinkSpec:
+        """The link from a device of host ``source`` to another one of host ``target``."""
+        if source == target:
+            return LINKS[self.within_server]
+        own = next((link for link in self.links if {source, target} == set(link.between)), PairConfig((source, target)))
+        latency_us = self.latency_us if own.latency_us is None else own.latency_us
+        gbps = self.bandwidth_gbps if own.bandwidth_gbps is None else own.bandwidth_gbps
+        return LinkSpec("between servers", latency_us, gbps / 8, "network: of the configuration")
 
 
 @dataclass(frozen=True)
@@ -130,8 +162,9 @@ class PartitionConfig:
     Attributes:
         settings: those of the file, with the partition's own in their place.
         servers: hosts whose devices the stages take in this order; all servers when neither this nor ``devices`` is given.
-        draft_device: the device of the draft model, which no stage takes unless it is ``shared``. Without a draft model rank 0
-            computes nothing, and runs on this host or on that of stage 1.
+        draft_device: the device of the draft model, which no stage takes unless it is ``shared``; on the host ``auto``, where the
+            latencies from rank 0 through all stages and back add up to the least. Without a draft model rank 0 computes nothing,
+            and runs on this host or on that of stage 1.
     """
 
     settings: Settings
@@ -182,11 +215,13 @@ class ClusterConfig:
         if self.redis.host is not None and self.redis.host not in hosts:
             raise BadValue(f"redis.host: {unknown_name('host', self.redis.host, hosts)}")
         named_in = [(f"spares[{index}].host", entry.host) for index, entry in enumerate(self.spares)]
+        for index, link in enumerate(self.network.links):
+            named_in += [(f"network.links[{index}].between", host) for host in link.between]
         for name, partition in self.partitions.items():
             path = f"partitions.{name}"
             named_in += [(f"{path}.servers[{index}]", host) for index, host in enumerate(partition.servers)]
             named_in += [(f"{path}.devices[{index}].host", entry.host) for index, entry in enumerate(partition.devices)]
-            if partition.draft_device:
+            if partition.draft_device and partition.draft_device.host != AUTO:
                 named_in.append((f"{path}.draft_device.host", partition.draft_device.host))
         for key, named in named_in:
             if named not in hosts:

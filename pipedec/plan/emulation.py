@@ -83,8 +83,8 @@ class Emulation:
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     """``config`` with its partition ``name`` cut anew: ``stages`` single-stage groups on devices like the partition's first one.
 
-    Layers are balanced. The plan says whether they fit into the devices' memory. A draft that shares a stage's device shares the
-    last stage's.
+    Layers are balanced, and links between servers are alike. The plan says whether the layers fit into the devices' memory. A
+    draft that shares a stage's device shares the last stage's.
     """
     name, partition = config.find_partition(name)
     if partition.devices:
@@ -105,4 +105,5 @@ def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:
     hosts = tuple(server.host for server in servers if server.host != "draft-server")
     settings = partition.settings.replaced(stages=stages, groups=None, layers=AUTO, redis=RedisConfig())
     cut = PartitionConfig(settings, hosts, draft_device=draft_device)
-    return replace(config, servers=tuple(servers), partitions={name: cut}, partition=name)
+    network = replace(config.network, links=())
+    return replace(config, servers=tuple(servers), network=network, partitions={name: cut}, partition=name)

@@ -207,7 +207,7 @@ def small_model_alone(config: ClusterConfig, pair: ModelPair, slow_motion: float
     dtype = config.settings.numbers.dtype
     partition = PartitionConfig(Settings.of(target=_SMALL_MODEL, draft=NONE, stages=1, dtype=dtype))
     server = ServerConfig("server", {_ITS_DEVICE: 1})
-    alone = ClusterConfig((server,), {SMALL_MODEL: partition}, partition.settings, config.network)
+    alone = ClusterConfig((server,), {SMALL_MODEL: partition}, partition.settings, replace(config.network, links=()))
     plan = make_plan(alone, SMALL_MODEL)
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
     spec = replace(resolve(pair.small_settings()), emulation=emulation)
