@@ -7,7 +7,7 @@ configuration files or how layers are divided into stages.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Annotated
 
 from msgspec import Meta
@@ -57,6 +57,10 @@ class PassTime:
         """
         again_ms = (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
         return max(self.read_ms + again_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
+
+    def slowed(self, factor: float) -> PassTime:
+        """With every part so many times as long."""
+        return PassTime(*(factor * part for part in astuple(self)))
 
     @property
     def knee_rows(self) -> float:
@@ -120,7 +124,11 @@ class LinkSpec:
     source: str
 
     def transfer_ms(self, num_bytes: float) -> float:
-        return self.latency_us / 1000 + 1000 * num_bytes / (self.gb_per_s * GIGA)
+        return self.latency_us / 1000 + self.occupied_ms(num_bytes)
+
+    def occupied_ms(self, num_bytes: float) -> float:
+        """Until the next transfer may begin."""
+        return 1000 * num_bytes / (self.gb_per_s * GIGA)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from pipedec.flags import Help, own_options
 from pipedec.gguf import is_named
 from pipedec.hardware import GIGA
 from pipedec.plan.files import checkpoints_of, host_parts, needed_files
+from pipedec.plan.partition import Measured
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import spare_places
 from pipedec.plan.table import files_table, plan_table
@@ -40,6 +41,7 @@ _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
 _MAX_HOSTS = 4  # that get files at once: they share this machine's disk and network
 
 Result = TypeVar("Result")
+Milliseconds = Annotated[float, Meta(gt=0)] | None
 
 
 @click.command()
@@ -199,6 +201,12 @@ def plan(
         Annotated[float, Meta(ge=0.01, le=0.99)] | None,
         Help("Measured share of tokens that are the first choice of the plan's draft (default: an estimate by its size).", "X"),
     ] = None,
+    pass_ms: Annotated[
+        Milliseconds, Help("Measured time of a token of pp without links, as on one machine (default: by data sheets).", "MS")
+    ] = None,
+    timestep_ms: Annotated[
+        Milliseconds, Help("Measured time of a timestep of the default method without links: the least that it takes.", "MS")
+    ] = None,
 ) -> None:
     """Print the layers, memory and expected time of every rank, and the expected time per token.
 
@@ -210,7 +218,7 @@ def plan(
         parts = host_parts(config, spare_places(config))
         page.print(files_table(parts.keys(), needed_files(parts)))
         return
-    made = make_plan(load_cluster(file), partition)
+    made = make_plan(load_cluster(file), partition, Measured(pass_ms, timestep_ms))
     page.print(plan_table(made, draft_top1))
     if made.problems:
         raise PipedecError("it does not fit: " + "; ".join(made.problems))

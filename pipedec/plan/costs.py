@@ -43,6 +43,10 @@ class RankTiming:
     def send_ms(self, rows: int) -> float:
         return self.link.transfer_ms(rows * self.row_bytes)
 
+    def occupied_ms(self, rows: int) -> float:
+        """How long ``rows`` rows occupy the link to the next rank, without its latency."""
+        return self.link.occupied_ms(rows * self.row_bytes)
+
 
 @dataclass(frozen=True)
 class ModelCosts:

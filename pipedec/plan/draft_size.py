@@ -1,6 +1,6 @@
 """The size of draft that a plan's timestep pays for: a larger one is right more often, but fewer of its forwards fit.
 
-Owns two fitted curves, a draft's accuracy by its size and the timesteps of a token by that accuracy, and so gives estimates.
+Estimates, as they follow from fitted curves.
 """
 
 from __future__ import annotations
@@ -8,49 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pipedec.core import DRAFTED_ROWS, MAX_FORWARDS, UserError
+from pipedec.core import DRAFTED_ROWS, UserError
 from pipedec.families import KNOWN_MODELS, ModelConfig, model_by_name
 from pipedec.hardware import DEVICES, QUANTIZED_BITS, WeightFormat
 from pipedec.plan.costs import ModelCosts
-from pipedec.plan.partition import Plan
-
-# Greedy agreement of smaller models with a large one (Leviathan et al. 2023, arXiv:2211.17192, tables 2 and 3): with 0.7 to 7.3%
-# of T5-XXL's parameters 75 to 82% (translation) and 65 to 74% (summaries), with 0.07 to 5.8% of LaMDA's 61 to 75%. For each
-# of the three the errors fall with an exponent of 0.10 to 0.14; the scale is 0.13 to 0.19.
-_ERROR_SCALE, _ERROR_EXPONENT = 0.165, 0.12
-# Of replays with the default method (docs/results/drafts.md, "How large a draft").
-_MISSES, _STARTS, _LEVELS = 0.28, 0.062, 0.37
-
-
-@dataclass(frozen=True)
-class SizeCurve:
-    """Top-1 agreement of a draft with its target, by its size: the errors are a power of its share of the target's
-    parameters, ``scale * share ** -exponent``.
-
-    It holds for drafts that were trained as long as their targets. Of the shipped ones, that of the reference pair lies on it
-    (9% of the parameters, 79% of the tokens), those that were trained for an hour lie below (SmolLM2's: 5.5%, 52%).
-    """
-
-    scale: float = _ERROR_SCALE
-    exponent: float = _ERROR_EXPONENT
-
-    @classmethod
-    def through(cls, share: float, top1: float) -> SizeCurve:
-        """The curve of drafts that are as good for their size as a measured one."""
-        return cls((1 - top1) * share**_ERROR_EXPONENT)
-
-    def top1(self, share: float) -> float:
-        return 1 - min(self.scale * share**-self.exponent, 1.0)
-
-
-def timesteps_per_token(top1: float, forwards: int, groups: int) -> float:
-    """Timesteps of a token with the default method, with so many draft forwards in each.
-
-    A chain of guesses loses a passage of ``groups`` timesteps with every wrong first choice, a tree about a quarter of it. Some
-    are lost at the start of an answer and while a level of the tree is drafted; each level is a forward of its own.
-    """
-    lost = groups * (_STARTS + _MISSES * (1 - top1))
-    return max(lost + _LEVELS / forwards, 1 / forwards)
+from pipedec.plan.curves import SizeCurve
+from pipedec.plan.partition import Pace, Plan
 
 
 @dataclass(frozen=True)
@@ -60,8 +23,6 @@ class DraftEstimate:
     Attributes:
         num_bytes: of its weights.
         forward_ms: of one forward of ``DRAFTED_ROWS`` rows.
-        forwards: per timestep, as many as make a token fastest.
-        timestep_ms: with these forwards.
     """
 
     name: str
@@ -70,13 +31,7 @@ class DraftEstimate:
     num_bytes: int
     forward_ms: float
     top1: float
-    forwards: int
-    timesteps_per_token: float
-    timestep_ms: float
-
-    @property
-    def ms_per_token(self) -> float:
-        return self.timesteps_per_token * self.timestep_ms
+    pace: Pace
 
 
 @dataclass(frozen=True)
@@ -122,7 +77,7 @@ class DraftSizing:
         """In the format with the fastest tokens, by default the plan's; None if it fits in none."""
         costs = [replace(self._costs, model=shape, weights=weights) for weights in formats or [self._costs.weights]]
         estimates = [self._estimate(name, one) for one in costs if self._fits(one)]
-        return min(estimates, key=lambda one: one.ms_per_token, default=None)
+        return min(estimates, key=lambda one: one.pace.ms_per_token, default=None)
 
     @property
     def _costs(self) -> ModelCosts:
@@ -140,13 +95,8 @@ class DraftSizing:
         layers, device = costs.model.num_hidden_layers, DEVICES[self.plan.draft.placement.device]
         forward_ms = costs.pass_time(device, layers, True).ms(DRAFTED_ROWS)
         top1, num_bytes = self.curve.top1(self.share(costs.model)), costs.weight_bytes(layers, True, True)
-        estimates = [
-            DraftEstimate(
-                name, costs.model.parameters, costs.weights, num_bytes, forward_ms, top1, forwards,
-                timesteps_per_token(top1, forwards, self.plan.num_groups), self.plan.timestep_drafting(forwards * forward_ms),
-            ) for forwards in range(1, MAX_FORWARDS + 1)
-        ]  # fmt: skip
-        return min(estimates, key=lambda one: one.ms_per_token)
+        pace = self.plan.pace(top1, forward_ms)
+        return DraftEstimate(name, costs.model.parameters, costs.weights, num_bytes, forward_ms, top1, pace)
 
     def _fits(self, costs: ModelCosts) -> bool:
         """With memory for one request of the whole context, beside a stage if they share the device."""
@@ -162,6 +112,6 @@ class DraftSizing:
         assert plan.draft is not None
         if plan.shared_stage is None:
             return plan.draft.memory_bytes
-        stage, slots = plan.stages[plan.shared_stage - 1], plan.max_model_len + plan.rows * (plan.num_groups + 1)
+        stage, slots = plan.stages[plan.shared_stage - 1], plan.max_model_len + plan.rows * (plan.passage + 1)
         needed = stage.weight_bytes + stage.workspace_bytes + slots * stage.kv_token_bytes
         return plan.draft.memory_bytes + stage.memory_bytes - needed

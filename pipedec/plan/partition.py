@@ -1,7 +1,7 @@
 """The plan of a partition: layers, memory and expected times of every stage.
 
 Measures nothing and starts nothing: a stage is memory-bound or compute-bound by its device's data sheet, a transfer takes the
-link's latency plus its bytes by the bandwidth.
+link's latency plus its bytes by the bandwidth. On long links, more timesteps are in flight than there are groups.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.config import ClusterConfig
+from pipedec.config import AUTO, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Cut
-from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
+from pipedec.core import DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE, ROW_ID_BYTES, Load, UserError
 from pipedec.families import checkpoint_dtype, model_by_name
-from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, LINKS, DeviceSpec, LinkSpec, PassTime, WeightFormat
+from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
+from pipedec.plan.curves import SizeCurve, timesteps_per_token
 from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
-from pipedec.plan.placement import Placement, balance, explicit_layers, place_stages
+from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
 from pipedec.topology import Topology
+
+_LEAST_GAIN = 0.05  # of a passage longer than there are groups, as it needs more memory
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,32 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The default method's expected speed, with so many draft forwards per timestep."""
+
+    forwards: int
+    timesteps_per_token: float
+    timestep_ms: float
+
+    @property
+    def ms_per_token(self) -> float:
+        return self.timesteps_per_token * self.timestep_ms
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of a partition's ranks where links take none, as on one machine, for a plan with data sheets that say little.
+
+    Attributes:
+        pass_ms: of one row through all stages, a token of ``pp``. The draft differs from its data sheet as they do.
+        timestep_ms: of the default method, the least that it takes.
+    """
+
+    pass_ms: float | None = None
+    timestep_ms: float | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A partition with its expected times."""
 
@@ -87,14 +116,23 @@ class Plan:
     rows: int  # per timestep, the tree's width
     draft: StagePlan | None  # rank 0; None without a draft model
     draft_costs: ModelCosts | None
+    entry: LinkSpec  # from rank 0 to stage 1
     stages: tuple[StagePlan, ...]
     duplex: str
+    passage: int  # timesteps from a row's entry to its verdict: the groups, and those in which it is on links
     kv: KVBudget
     problems: tuple[str, ...]  # why the plan cannot run, in whole sentences; empty if it can
+    listed_us: float | None = None  # as of ``Places``
+    least_ms: float = 0.0  # of a timestep in which the default method drafts, if that was measured
 
     @property
     def num_groups(self) -> int:
         return self.stages[-1].group
+
+    @property
+    def ring_us(self) -> float:
+        """One-way latencies of all links around the ring."""
+        return self.entry.latency_us + sum(stage.timing.link.latency_us for stage in self.stages)
 
     @property
     def shared_stage(self) -> int | None:
@@ -113,42 +151,79 @@ class Plan:
 
     @property
     def timestep_ms(self) -> float:
-        """The slowest group (or the draft), then the transfers of the slowest rank between groups (paper §3.1). On a shared
-        device the passes of both ranks add up."""
+        """A timestep of ``rows`` rows, in which the draft has one forward (see ``_timestep_ms``)."""
         return self.timestep_with(self.rows)
 
     def timestep_with(self, rows: int) -> float:
         """As ``timestep_ms``, with so many rows."""
-        return _timestep_ms(self.draft, self.stages, self.duplex, Load(rows))
+        return self._timestep_ms(Load(rows), self.draft.timing.compute_ms(Load(rows)) if self.draft else 0.0)
 
     def timestep_drafting(self, drafting_ms: float) -> float:
         """A timestep with as many rows as there is room for, in which the draft's forwards take so long."""
-        return _timestep_ms(self.draft, self.stages, self.duplex, Load(self.room), drafting_ms)
+        return self._timestep_ms(Load(self.room), max(drafting_ms, self.least_ms))
+
+    def pace(self, top1: float, forward_ms: float) -> Pace:
+        """The default method with a draft of this accuracy and so long a forward, and as many of them as make a token fastest."""
+        paces = (
+            Pace(forwards, timesteps_per_token(top1, forwards, self.passage), self.timestep_drafting(forwards * forward_ms))
+            for forwards in range(1, MAX_FORWARDS + 1)
+        )
+        return min(paces, key=lambda pace: pace.ms_per_token)
 
     def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
         """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
         other ``concurrent`` - 1 requests, just as long and decoded plainly, leave of the knee, but at least an eighth of it."""
-        decoding = ceil((concurrent - 1) / self.num_groups)
+        decoding = ceil((concurrent - 1) / self.passage)
         chunk = max(self.knee - decoding, self.knee // 8, 1)
         past = prompt_tokens // 2 + decoding * prompt_tokens
-        return (self.num_groups + ceil(prompt_tokens / chunk) - 1) * self._plain_ms(Load(chunk + decoding, past))
+        return (self.passage + ceil(prompt_tokens / chunk) - 1) * self._timestep_ms(Load(chunk + decoding, past))
 
     def last_ttft_ms(self, prompt_tokens: int, concurrent: int) -> float:
         """Time to the last first token of ``concurrent`` requests that arrive together in an empty pipeline."""
         chunks = concurrent * prompt_tokens / self.knee
-        return (self.num_groups + ceil(chunks) - 1) * self._plain_ms(Load(self.knee, prompt_tokens // 2))
+        return (self.passage + ceil(chunks) - 1) * self._timestep_ms(Load(self.knee, prompt_tokens // 2))
 
     def tpot_ms(self, past: int, concurrent: int = 1) -> float:
-        """Time per output token of plain decoding: one pass through all groups, among which ``concurrent`` requests with
-        ``past`` tokens each are spread."""
+        """Time per output token of plain decoding: one passage, over which ``concurrent`` requests with ``past`` tokens each are
+        spread."""
         if concurrent == 1:
-            return sum(stage.timing.compute_ms(Load(1, past)) + stage.timing.send_ms(1) for stage in self.stages)
-        rows = ceil(concurrent / self.num_groups)
-        return self.num_groups * self._plain_ms(Load(rows, rows * past))
+            return self.pass_ms(Load(1, past))
+        rows = ceil(concurrent / self.passage)
+        return self.passage * self._timestep_ms(Load(rows, rows * past))
 
-    def _plain_ms(self, load: Load) -> float:
-        """A timestep in which every stage has this load, and nothing is drafted."""
-        return _timestep_ms(None, self.stages, self.duplex, load)
+    def pass_ms(self, load: Load) -> float:
+        """One pass of this load around the ring."""
+        stages = sum(stage.timing.compute_ms(load) + stage.timing.send_ms(load.rows) for stage in self.stages)
+        return self.entry.transfer_ms(load.rows * ROW_ID_BYTES) + stages
+
+    def _timestep_ms(self, load: Load, drafting_ms: float = 0.0) -> float:
+        """A timestep in which every stage has this load, and the draft's forwards take so long. On a shared device the passes of
+        both ranks add up.
+
+        The slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups (paper
+        §3.1). With more timesteps in flight than groups, links overlap with all of these: what takes longest of the groups, the
+        draft, and the bytes on a link. With full duplex, no less than its share of the way around the ring, where a passage is.
+        """
+        overlap = self.passage > self.num_groups and self.duplex == "full"
+        group_ms, ring_ms = {0: drafting_ms}, self.entry.transfer_ms(load.rows * ROW_ID_BYTES)
+        sent_ms = {0: ring_ms}  # between groups, by sender
+        for stage, following in zip(self.stages, [*self.stages[1:], None], strict=True):
+            transfer_ms, before_ms = stage.timing.send_ms(load.rows), group_ms.get(stage.group, 0.0)
+            compute_ms = stage.timing.compute_ms(load)
+            delay_ms = delay_by_sharing_ms(drafting_ms, before_ms, compute_ms) if stage.shared else 0.0
+            ring_ms += compute_ms + delay_ms + transfer_ms
+            group_ms[0] += delay_ms
+            group_ms[stage.group] = before_ms + compute_ms + delay_ms
+            if following is None or following.group != stage.group:
+                sent_ms[stage.rank] = transfer_ms
+            elif not overlap:
+                group_ms[stage.group] += transfer_ms
+        slowest_ms = max(group_ms.values())
+        if overlap:
+            occupied_ms = max(stage.timing.occupied_ms(load.rows) for stage in self.stages)
+            return max(slowest_ms, occupied_ms, ring_ms / self.passage)
+        timestep_ms = slowest_ms + slowest_transfers_ms(sent_ms, len(self.stages), self.duplex)
+        return timestep_ms if self.duplex == "half" else max(timestep_ms, ring_ms / self.passage)
 
 
 def knee_of(stages: Iterable[RankTiming]) -> int:
@@ -169,38 +244,70 @@ def room_of(stages: Iterable[tuple[DeviceSpec, PassTime]]) -> int:
     return min(rooms)
 
 
-def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
+def plan(config: ClusterConfig, partition_name: str | None = None, measured: Measured = Measured()) -> Plan:
     """The plan of one partition of ``config``. Stages that do not fit are listed in ``problems``. UserError for mistakes."""
-    name, partition = config.find_partition(partition_name)
+    name, _ = config.find_partition(partition_name)
     config = config.for_partition(name)
+    made = _planned(config, config.settings.cut.num_groups, measured)
+    passage = _passage(made, config.settings)
+    return made if passage == made.passage else _planned(config, passage, measured)
+
+
+def _passage(made: Plan, settings: Settings) -> int:
+    """The passage as given, or by which the default method's tokens come fastest. With tasks or half duplex: the groups."""
+    groups = made.num_groups
+    if settings.cluster.passage != AUTO or settings.cluster.dispatch == "tasks" or made.duplex == "half":
+        return settings.passage
+    top1 = forward_ms = 0.0
+    if made.draft is not None and made.draft_costs is not None:
+        top1 = SizeCurve().top1(made.draft_costs.model.parameters / model_by_name(made.target).parameters)
+        forward_ms = made.draft.timing.compute_ms(Load(DRAFTED_ROWS))
+    shortest_ms = replace(made, passage=MAX_PASSAGE).timestep_drafting(0.0)
+    filled = ceil(made.pass_ms(Load(made.room)) / shortest_ms)  # more do not make a timestep shorter
+    paces = {
+        passage: replace(made, passage=passage).pace(top1, forward_ms).ms_per_token
+        for passage in (groups, *range(groups + 1, min(max(filled, groups + 1), MAX_PASSAGE) + 1))
+    }
+    best = min(paces, key=lambda passage: paces[passage])
+    return best if paces[best] < (1 - _LEAST_GAIN) * paces[groups] else groups
+
+
+def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
+    """The plan of the only partition with a passage of so many timesteps."""
+    name, partition = config.find_partition()
     settings, cut = config.settings, config.settings.cut
     width = (settings.limits.tree or LayerTreeOptions()).width
     max_model_len = settings.limits.max_model_len or PLANNED_MODEL_LEN
     target = model_by_name(config.target)
-    draft_place, places = place_stages(config, name, partition)
+    found = place_ranks(config, name, partition)
+    draft_place, places = found.draft, found.stages
     weights, draft_weights = _weights(config, draft_place, places)
-    costs = ModelCosts(target, weights, width, max_model_len, cut.num_groups, settings.limits.gpu_memory_utilization)
+    costs = ModelCosts(target, weights, width, max_model_len, passage, settings.limits.gpu_memory_utilization)
+    entry = config.network.link(found.host, places[0].host)
     draft = draft_costs = None
     if draft_place is not None:
         draft_costs = replace(costs, model=model_by_name(config.draft), weights=draft_weights)
-        draft_layers, link = range(draft_costs.model.num_hidden_layers), _link(config, draft_place, places[0])
-        draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, link, ROW_ID_BYTES, is_last=True)
+        draft_layers = range(draft_costs.model.num_hidden_layers)
+        draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, entry, ROW_ID_BYTES, is_last=True)
     layers, problems = _split(costs, cut, places, draft)
-    topology, back = Topology.even(cut.stages, cut.num_groups), draft_place if draft_place in places else None
+    topology, receivers = Topology.even(cut.stages, cut.num_groups), [*(place.host for place in places[1:]), found.host]
     row_bytes = ROW_ID_BYTES + target.hidden_size * weights.element_bytes
     stages = tuple(
         _plan_rank(
-            costs, rank, place, topology.group_of(rank) + 1, own, _link(config, place, following),
+            costs, rank, place, topology.group_of(rank) + 1, own, config.network.link(place.host, receiver),
             row_bytes if rank < cut.stages else 0, is_last=rank == cut.stages,
         )
-        for rank, (place, following, own) in enumerate(zip(places, [*places[1:], back], layers, strict=True), start=1)
+        for rank, (place, receiver, own) in enumerate(zip(places, receivers, layers, strict=True), start=1)
     )  # fmt: skip
     draft, stages = _with_shares(draft, stages)
+    if measured.pass_ms is not None:
+        slower = measured.pass_ms / sum(stage.timing.compute_ms(Load(1)) for stage in stages)
+        draft, stages = draft and _slowed(draft, slower), tuple(_slowed(stage, slower) for stage in stages)
     ranks = [*([draft] if draft else []), *stages]
     given, gpus = settings.limits.kv_cache_bytes, any(DEVICES[rank.placement.device].is_gpu for rank in ranks)
     budgets = [RankBudget(rank.rank, rank.kv_room if given is None else given, rank.kv_token_bytes) for rank in ranks]
     block = CUDA_BLOCK if gpus else CPU_BLOCK
-    kv = KVBudget(budgets, max_model_len, settings.limits.max_num_seqs, cut.num_groups, block)
+    kv = KVBudget(budgets, max_model_len, settings.limits.max_num_seqs, passage, block)
     draft, stages = draft and _with_kv(draft, kv), tuple(_with_kv(stage, kv) for stage in stages)
     for stage in stages:
         if not stage.fits:
@@ -213,9 +320,9 @@ def plan(config: ClusterConfig, partition_name: str | None = None) -> Plan:
         kv.check(max_model_len, max(costs.rows, room_of((DEVICES[one.placement.device], one.timing.compute) for one in stages)))
     except UserError as error:
         problems = problems or [str(error)]
-    duplex = config.network.duplex
     return Plan(
-        name, config.target, weights, max_model_len, width, draft, draft_costs, stages, duplex, kv, tuple(problems)
+        name, config.target, weights, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex, passage, kv,
+        tuple(problems), found.listed_us, measured.timestep_ms or 0.0,
     )  # fmt: skip
 
 
@@ -285,36 +392,8 @@ def _with_kv(rank: StagePlan, kv: KVBudget) -> StagePlan:
     return replace(rank, kv_bytes=max(rank.kv_bytes, kv.tokens * rank.kv_token_bytes))
 
 
-def _link(config: ClusterConfig, source: Placement, target: Placement | None) -> LinkSpec:
-    """The link between two devices; ``target`` None is rank 0 on a device of its own, taken to be on another server."""
-    if target is not None and source.host == target.host:
-        return LINKS[config.network.within_server]
-    return LinkSpec(
-        "between servers", config.network.latency_us, config.network.bandwidth_gbps / 8, "network: of the configuration"
-    )
-
-
-def _timestep_ms(
-    draft: StagePlan | None, stages: Sequence[StagePlan], duplex: str, load: Load, drafting_ms: float | None = None
-) -> float:
-    """Slowest group, its own transfers included, or the draft; then the transfers of the slowest rank between groups.
-
-    ``drafting_ms``: of the draft's forwards, by default of a single one.
-    """
-    if drafting_ms is None:
-        drafting_ms = draft.timing.compute_ms(load) if draft else 0.0
-    group_ms: dict[int, float] = {0: drafting_ms}
-    sent_ms = {0: draft.timing.send_ms(load.rows)} if draft else {}  # between groups, by sender
-    for stage, following in zip(stages, [*stages[1:], None], strict=True):
-        inside = following is not None and following.group == stage.group
-        transfer_ms, before_ms = stage.timing.send_ms(load.rows), group_ms.get(stage.group, 0.0)
-        compute_ms = stage.timing.compute_ms(load)
-        delay_ms = delay_by_sharing_ms(drafting_ms, before_ms, compute_ms) if stage.shared else 0.0
-        group_ms[0] += delay_ms
-        group_ms[stage.group] = before_ms + compute_ms + delay_ms + (transfer_ms if inside else 0.0)
-        if not inside:
-            sent_ms[stage.rank] = transfer_ms
-    return max(group_ms.values()) + slowest_transfers_ms(sent_ms, len(stages), duplex)
+def _slowed(rank: StagePlan, factor: float) -> StagePlan:
+    return replace(rank, timing=replace(rank.timing, compute=rank.timing.compute.slowed(factor)))
 
 
 def delay_by_sharing_ms(drafting_ms: float, before_ms: float, stage_ms: float) -> float:

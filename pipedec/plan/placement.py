@@ -1,4 +1,5 @@
-"""Which device of which host each rank takes, and how many layers each stage: even, explicit, or balanced by speed and memory.
+"""Which device of which host each rank takes, hosts in the order of the shortest way around the ring, and how many layers each
+stage: even, explicit, or balanced by speed and memory.
 
 Does not know whether the models fit there.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
-from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
+from pipedec.config import AUTO, NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.config.cluster import PartitionConfig
 from pipedec.core import UserError
 from pipedec.hardware import DEVICES
@@ -25,15 +27,36 @@ class Placement:
     index: int
 
 
+@dataclass(frozen=True)
+class Places:
+    """The devices of a partition's ranks.
+
+    Attributes:
+        draft: of rank 0, which may be a stage's; None without a draft model.
+        host: of rank 0.
+        stages: of ranks 1..n.
+        listed_us: the latencies around the ring in the order of the file, if another order is shorter; else None.
+    """
+
+    draft: Placement | None
+    host: str
+    stages: tuple[Placement, ...]
+    listed_us: float | None = None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Around the ring, from rank 0 to the last stage."""
+        return [self.host, *(place.host for place in self.stages)]
+
+
 def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tuple[Placement, ...]:
     """The devices of ranks 0..n, of which rank 0 may share a stage's. It computes on a processor if there is no draft model.
 
     UserError if there is no such partition, or it needs more devices than the hosts have.
     """
     name, partition = config.find_partition(partition_name)
-    draft, stages = place_stages(config.for_partition(name), name, partition)
-    host = partition.draft_device.host if partition.draft_device else stages[0].host
-    return (draft or Placement(host, "cpu", 0), *stages)
+    places = place_ranks(config.for_partition(name), name, partition)
+    return (places.draft or Placement(places.host, "cpu", 0), *places.stages)
 
 
 def spare_places(config: ClusterConfig, partition_name: str | None = None, count: int | None = None) -> tuple[Placement, ...]:
@@ -54,34 +77,113 @@ def spare_places(config: ClusterConfig, partition_name: str | None = None, count
     return tuple(found)
 
 
-def place_stages(config: ClusterConfig, name: str, partition: PartitionConfig) -> tuple[Placement | None, list[Placement]]:
-    """The devices of the draft (None without a draft model) and of stages 1..n. UserError when there are too few.
+def place_ranks(config: ClusterConfig, name: str, partition: PartitionConfig) -> Places:
+    """The devices of the draft and of the stages. UserError when there are too few.
 
     The draft takes the last device of its kind on its host, so that stages keep the front ones; if it shares one, that of the
-    last stage there.
+    last stage there. Of several hosts that it may be on, the one with the shortest way around the ring.
     """
+    path, wanted = f"partitions.{name}.draft_device", partition.draft_device
+    if config.draft != NONE and wanted is None:
+        raise UserError(f"{path}: missing: the draft model needs a device (or set draft: none)")
+    if wanted is None or wanted.host != AUTO:
+        return _place_beside(config, name, partition, wanted)
+    found, mistakes = [], [UserError(f"{path}: no server has a {wanted.device}")]
+    for server in config.servers:
+        if wanted.device in server.devices:
+            try:
+                found.append(_place_beside(config, name, partition, replace(wanted, host=server.host)))
+            except UserError as error:
+                mistakes.append(error)
+    if not found:
+        raise mistakes[-1]
+    return min(found, key=lambda places: ring_latency_us(config, places.hosts))
+
+
+def _place_beside(config: ClusterConfig, name: str, partition: PartitionConfig, wanted: DeviceConfig | None) -> Places:
+    """The devices of the stages beside that of rank 0, which is on the host of stage 1 if none is ``wanted``."""
     free = [place for server in config.servers for place in _devices_of(server)]
     _take_spares(free, config)
-    path, for_draft = f"partitions.{name}.draft_device", partition.draft_device if config.draft != NONE else None
-    if config.draft != NONE and for_draft is None:
-        raise UserError(f"{path}: missing: the draft model needs a device (or set draft: none)")
-    draft = _take(free, for_draft, path, last=True) if for_draft and not for_draft.shared else None
+    path = f"partitions.{name}"
+    drafts = wanted is not None and config.draft != NONE
+    draft = _take(free, wanted, f"{path}.draft_device", last=True) if wanted and drafts and not wanted.shared else None
     if partition.devices:
-        wanted = [entry for entry in partition.devices for _ in range(entry.count)]
-        places = [_take(free, entry, f"partitions.{name}.devices") for entry in wanted]
+        entries = [entry for entry in partition.devices for _ in range(entry.count)]
+        places = [_take(free, entry, f"{path}.devices") for entry in entries]
     else:
         hosts = partition.servers or tuple(server.host for server in config.servers)
         places = [place for host in hosts for place in free if place.host == host]
     stages = partition.settings.cut.stages
     if len(places) < stages:
-        raise UserError(f"partitions.{name}.stages: {stages} stages need as many devices, but {len(places)} are free")
-    if for_draft and for_draft.shared:
-        kind, host = for_draft.device, for_draft.host
-        found = [place for place in places[:stages] if (place.host, place.device) == (host, kind)]
+        raise UserError(f"{path}.stages: {stages} stages need as many devices, but {len(places)} are free")
+    places, listed_us = places[:stages], None
+    if config.network.links and not partition.devices and partition.settings.cut.layers == AUTO:
+        places, listed_us = _in_shortest_order(config, wanted.host if wanted else None, places)
+    if wanted and drafts and wanted.shared:
+        found = [place for place in places if (place.host, place.device) == (wanted.host, wanted.device)]
         if not found:
-            raise UserError(f"{path}: no stage takes a {kind} on {host}: name a stage's device, or leave shared out")
+            message = f"no stage takes a {wanted.device} on {wanted.host}: name a stage's device, or leave shared out"
+            raise UserError(f"{path}.draft_device: {message}")
         draft = found[-1]
-    return draft, places[:stages]
+    return Places(draft, wanted.host if wanted else places[0].host, tuple(places), listed_us)
+
+
+def _in_shortest_order(config: ClusterConfig, first: str | None, places: list[Placement]) -> tuple[list[Placement], float | None]:
+    """The places of stages, host by host in the order with the shortest way around the ring from rank 0's host ``first`` (None:
+    stage 1's); and the latencies around it as listed, if that is another order."""
+    hosts = list(dict.fromkeys(place.host for place in places))
+    start, stops = (hosts[0], hosts[1:]) if first is None else (first, hosts)
+
+    def length(source: str, target: str) -> int:
+        """In whole nanoseconds, whose sum does not depend on their order."""
+        return round(1000 * config.network.link(source, target).latency_us)
+
+    order = shortest_round(start, stops, cache(length))
+    if order == stops:
+        return places, None
+    ordered = order if first is not None else [start, *order]
+    listed_us = ring_latency_us(config, [start, *(place.host for place in places)])
+    return [place for host in ordered for place in places if place.host == host], listed_us
+
+
+def ring_latency_us(config: ClusterConfig, hosts: Sequence[str]) -> float:
+    """One-way latencies of all links around a ring of ranks on these hosts, from rank 0."""
+    return sum(config.network.link(source, target).latency_us for source, target in itertools.pairwise([*hosts, hosts[0]]))
+
+
+EXACT_STOPS = 8  # for which all orders are compared
+
+
+def shortest_round(start: str, stops: Sequence[str], length: Callable[[str, str], int]) -> list[str]:
+    """The order of ``stops`` with the shortest way from ``start`` through all and back, of equals the first as they are listed.
+
+    Beyond ``EXACT_STOPS`` it is a local optimum, and at most as long as the listed order.
+    """
+
+    def whole(order: Iterable[str]) -> int:
+        return sum(length(*pair) for pair in itertools.pairwise([start, *order, start]))
+
+    if len(stops) <= EXACT_STOPS:
+        return list(min(itertools.permutations(stops), key=whole))
+    return min((_uncrossed(order, whole) for order in (list(stops), _nearest_first(start, stops, length))), key=whole)
+
+
+def _nearest_first(start: str, stops: Sequence[str], length: Callable[[str, str], int]) -> list[str]:
+    order, left = [start], list(stops)
+    while left:
+        order.append(min(left, key=lambda stop: length(order[-1], stop)))
+        left.remove(order[-1])
+    return order[1:]
+
+
+def _uncrossed(order: list[str], whole: Callable[[Iterable[str]], int]) -> list[str]:
+    """Reversing no part of the way makes it shorter (2-opt)."""
+    while True:
+        ends = itertools.combinations(range(len(order) + 1), 2)
+        best = min(([*order[:a], *reversed(order[a:b]), *order[b:]] for a, b in ends), key=whole)
+        if whole(best) >= whole(order):
+            return order
+        order = best
 
 
 def _devices_of(server: ServerConfig) -> list[Placement]:

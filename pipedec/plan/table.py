@@ -44,9 +44,9 @@ def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
             f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
-    sizes = _draft_sizes(DraftSizing.measured(plan, draft_top1)) if plan.draft or draft_top1 is not None else []
+    sizing = DraftSizing.measured(plan, draft_top1) if plan.draft or draft_top1 is not None else None
     problems = [f"Problem: {problem}" for problem in plan.problems]
-    return Group(table, Text("\n".join([*_summary(plan), *sizes, *problems])))
+    return Group(table, Text("\n".join([*_summary(plan, sizing), *(_draft_sizes(sizing) if sizing else []), *problems])))
 
 
 def _draft_sizes(sizing: DraftSizing) -> list[str]:
@@ -59,16 +59,16 @@ def _draft_sizes(sizing: DraftSizing) -> list[str]:
         "  draft         weights      GB    forward  per timestep  top-1  timesteps  ms per token",
         *(_draft_line(one) for one in (present, *known)),
     ]
-    best = min(known, key=lambda one: one.ms_per_token, default=present)
-    if min(best.ms_per_token, present.ms_per_token) > sizing.plan.tpot_ms(0):
+    best = min(known, key=lambda one: one.pace.ms_per_token, default=present)
+    if min(best.pace.ms_per_token, present.pace.ms_per_token) > sizing.plan.tpot_ms(0):
         return [*lines, "  With any of them a token takes longer than without speculation."]
-    faster = 1 - best.ms_per_token / present.ms_per_token
+    faster = 1 - best.pace.ms_per_token / present.pace.ms_per_token
     return [*lines, f"  {best.name} in {_format(best)} would take {faster:.0%} less time per token."] if faster > 0 else lines
 
 
 def _draft_line(one: DraftEstimate) -> str:
     size = f"  {one.name:<14}{_format(one):<9}{one.num_bytes / GIGA:>6.1f}{one.forward_ms:>8.1f} ms"
-    return f"{size}{one.forwards:>14}{one.top1:>7.0%}{one.timesteps_per_token:>11.2f}{one.ms_per_token:>14.1f}"
+    return f"{size}{one.pace.forwards:>14}{one.top1:>7.0%}{one.pace.timesteps_per_token:>11.2f}{one.pace.ms_per_token:>14.1f}"
 
 
 def _format(one: DraftEstimate) -> str:
@@ -102,7 +102,7 @@ def _size(files: Sequence[NeededFile]) -> str:
     return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: Plan, sizing: DraftSizing | None) -> list[str]:
     """Lines of at most 100 columns."""
     sharing = [
         f"* Rank 0 and stage {plan.shared_stage} share this device. Its memory is divided so that both hold the same tokens;",
@@ -123,8 +123,10 @@ def _summary(plan: Plan) -> list[str]:
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
         f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   as many as the default method sends, "
         f"a hop in {hop_ms:.1f} ms",
-        f"  whole pipeline       {plan.timestep_ms * plan.num_groups:7.1f} ms   per miss: one pass through all groups",
+        f"  whole pipeline       {plan.timestep_ms * plan.passage:7.1f} ms   per miss: one passage",
+        *_in_flight(plan),
         f"  plain pipeline (pp)  {plan.tpot_ms(0):7.1f} ms   per token, without speculation",
+        *([f"  default method       {sizing.present.pace.ms_per_token:7.1f} ms   per token, estimated"] if sizing else []),
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
@@ -139,6 +141,19 @@ def _summary(plan: Plan) -> list[str]:
         _line("all at once, last", [f"{plan.last_ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
         _line("per token (ms)", [f"{plan.tpot_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
     ]
+
+
+def _in_flight(plan: Plan) -> list[str]:
+    """Lines about latencies: of a passage that is longer than there are groups, and of hosts in another order than listed."""
+    ring_ms, lines = plan.ring_us / 1000, []
+    if (on_links := plan.passage - plan.num_groups) > 0:
+        lines.append(f"  passage              {plan.passage:7} timesteps in flight, of which {on_links} are on links")
+    if plan.passage > plan.num_groups or plan.listed_us is not None:
+        lines.append(f"  latency              {ring_ms:7.1f} ms   around the ring, one way over every link")
+    if plan.listed_us is not None:
+        hosts = ", ".join(dict.fromkeys(stage.placement.host for stage in plan.stages))
+        lines.append(f"  order of hosts       {hosts}: as the file lists them, {plan.listed_us / 1000:.1f} ms around the ring")
+    return lines
 
 
 def _line(name: str, values: list[str]) -> str:

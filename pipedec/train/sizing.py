@@ -49,7 +49,7 @@ def size_for(config: ClusterConfig) -> tuple[DraftShape, DraftEstimate]:
             found.append((shape, estimate))
     if not found:
         raise UserError(f"no new draft is smaller than {config.target} and fits the device of rank 0: use a larger device")
-    return min(found, key=lambda one: one[1].ms_per_token)
+    return min(found, key=lambda one: one[1].pace.ms_per_token)
 
 
 def _shape(hidden_size: int, vocab_size: int) -> DraftShape:
@@ -62,10 +62,10 @@ def _shape(hidden_size: int, vocab_size: int) -> DraftShape:
 def described(shape: DraftShape, estimate: DraftEstimate) -> str:
     """Why it is the size for a plan, in one line."""
     tokens = "all tokens" if shape.vocabulary is None else f"the {shape.vocabulary:,} most frequent tokens"
-    times = "once" if estimate.forwards == 1 else f"{estimate.forwards} times"
+    times = "once" if estimate.pace.forwards == 1 else f"{estimate.pace.forwards} times"
     size = f"--hidden-size {shape.hidden_size} --layers {shape.layers}, {tokens}: {_millions(estimate.parameters)} parameters"
-    drafts = f"drafts {times} in a timestep of {estimate.timestep_ms:.1f} ms, {estimate.forward_ms:.2f} ms each"
-    return f"{size}; {drafts}; estimated, once trained: top-1 {estimate.top1:.0%}, {estimate.ms_per_token:.1f} ms per token"
+    drafts = f"drafts {times} in a timestep of {estimate.pace.timestep_ms:.1f} ms, {estimate.forward_ms:.2f} ms each"
+    return f"{size}; {drafts}; estimated, once trained: top-1 {estimate.top1:.0%}, {estimate.pace.ms_per_token:.1f} ms per token"
 
 
 def _millions(parameters: int) -> str:

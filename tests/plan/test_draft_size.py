@@ -14,7 +14,8 @@ from pipedec.config import ClusterConfig, ServerConfig, load_cluster
 from pipedec.core import UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.hardware import WeightFormat
-from pipedec.plan.draft_size import DraftSizing, SizeCurve, timesteps_per_token
+from pipedec.plan.curves import SizeCurve, timesteps_per_token
+from pipedec.plan.draft_size import DraftSizing
 from pipedec.plan.partition import Plan, plan
 from pipedec.plan.table import plan_table
 
@@ -76,13 +77,13 @@ def test_one_forward_drafts_one_level() -> None:
 def test_a_larger_draft_pays_where_a_timestep_has_time(paper: ClusterConfig) -> None:
     sizing = DraftSizing(plan(paper, "paper-14"))
     present, known = sizing.present, {one.name: one for one in sizing.known()}
-    assert (present.forwards, round(present.forward_ms, 1), present.weights) == (3, 6.0, WeightFormat("float32"))
+    assert (present.pace.forwards, round(present.forward_ms, 1), present.weights) == (3, 6.0, WeightFormat("float32"))
     assert list(known) == ["llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"]
-    assert known["llama-3.2-1b"].forwards > known["llama-3.2-3b"].forwards > known["llama-3.1-8b"].forwards == 1
+    assert known["llama-3.2-1b"].pace.forwards > known["llama-3.2-3b"].pace.forwards > known["llama-3.1-8b"].pace.forwards == 1
     assert known["llama-3.2-1b"].top1 < known["llama-3.2-3b"].top1 < known["llama-3.1-8b"].top1
-    assert min(known.values(), key=lambda one: one.ms_per_token).ms_per_token < present.ms_per_token
+    assert min(known.values(), key=lambda one: one.pace.ms_per_token).pace.ms_per_token < present.pace.ms_per_token
     for one in known.values():
-        assert one.timestep_ms == pytest.approx(max(24.0, one.forwards * one.forward_ms), rel=0.15)
+        assert one.pace.timestep_ms == pytest.approx(max(24.0, one.pace.forwards * one.forward_ms), rel=0.15)
 
 
 def test_forwards_that_do_not_fit_lengthen_the_timestep(paper: ClusterConfig) -> None:

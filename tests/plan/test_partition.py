@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 from support.clusters import clustered
 
+from pipedec.cli.launch import plan as command
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
-from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, UserError
+from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.hardware import DEVICES, WIDENED_VALUES, WeightFormat
 from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
-from pipedec.plan.partition import Plan, delay_by_sharing_ms, plan, room_of
+from pipedec.plan.draft_size import DraftSizing
+from pipedec.plan.partition import Measured, Plan, delay_by_sharing_ms, plan, room_of
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
 from pipedec.plan.table import plan_table
 from pipedec.transport.wire import message_bytes
@@ -92,6 +95,90 @@ def test_timestep_of_groups(paper: ClusterConfig) -> None:
     assert single.tpot_ms(0) == paired.tpot_ms(0)
     slow = plan(paper.for_partition("paper-14", {"draft": "llama-3.1-8b"}))
     assert slow.draft is not None and slow.timestep_ms > slow.draft.compute_ms > slow.stages[1].compute_ms
+
+
+def over_links(latency_ms: float, gbps: float = 1.0, duplex: str = "full", **partition: object) -> ClusterConfig:
+    """An 8B in 16 bits on three hosts of a card each, with rank 0 and its draft on a fourth."""
+    servers = [ServerConfig(host, {"rtx3090": 1}) for host in "abcd"]
+    given = {"stages": 3, "draft_device": DeviceConfig("d", "rtx3090"), **partition}
+    network = {"latency_us": 1000 * latency_ms, "bandwidth_gbps": gbps, "duplex": duplex}
+    models = {"target": "llama-3.1-8b", "draft": "llama-3.2-1b", "dtype": "bfloat16", "draft_dtype": "bfloat16"}
+    return clustered(servers, {"only": given}, network=network, **models)
+
+
+def token_ms(planned: Plan) -> float:
+    return DraftSizing(planned).present.pace.ms_per_token
+
+
+@pytest.mark.parametrize(
+    ("config", "passage"),
+    [
+        (over_links(0.02, 10), 3),
+        (over_links(40, duplex="half"), 3),
+        (over_links(40, dispatch="tasks"), 3),
+        (over_links(40, passage=20), 20),
+        (over_links(40, passage=20, duplex="half"), 20),
+    ],
+)
+def test_a_passage_is_the_groups_where_links_are_short_or_do_not_overlap_or_as_given(config: ClusterConfig, passage: int) -> None:
+    planned = plan(config)
+    assert (planned.passage, planned.kv.passage) == (passage, passage)
+    assert ("timesteps in flight" in shown(planned)) == (passage > 3)
+
+
+@pytest.mark.parametrize(("latency_ms", "gbps"), [(1, 0.1), (10, 1), (40, 1), (300, 10)])
+def test_a_passage_on_long_links_makes_tokens_fastest(latency_ms: float, gbps: float) -> None:
+    planned = plan(over_links(latency_ms, gbps))
+    every = {passage: plan(over_links(latency_ms, gbps, passage=passage)) for passage in (3, 4, 8, 16, 40, 80, 128)}
+    assert planned.passage > 3
+    assert token_ms(planned) <= min(map(token_ms, every.values())) and token_ms(planned) < 0.95 * token_ms(every[3])
+    assert all(one.tpot_ms(0) == planned.tpot_ms(0) for one in every.values()), "one token is in one place, however many are"
+    text = shown(planned)
+    assert f"{planned.passage} timesteps in flight, of which {planned.passage - 3} are on links" in text
+    assert f"{4 * latency_ms:.1f} ms   around the ring" in text and f"{planned.tpot_ms(0):.1f} ms   per token, without" in text
+    assert f"{token_ms(planned):.1f} ms   per token, estimated" in text
+    assert f"{planned.passage * planned.timestep_ms:.1f} ms   per miss" in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_links_in_flight_overlap_with_all_else() -> None:
+    """Of computing, drafting, bytes on a link and the way around the ring by its timesteps, the longest counts."""
+    row_bytes, latency_ms = ROW_ID_BYTES + 2 * 4096, 40
+    planned = plan(over_links(latency_ms, passage=10))
+    computing = [stage.timing.compute_ms(Load(32)) for stage in planned.stages]
+    ring_ms = 4 * latency_ms + sum(computing) + 32 * (2 * row_bytes + ROW_ID_BYTES) * 8e-6
+    assert planned.timestep_ms == pytest.approx(ring_ms / 10)
+    full, slow = plan(over_links(latency_ms, passage=128)), plan(over_links(latency_ms, 0.1, passage=128))
+    assert full.timestep_ms == pytest.approx(max(computing)) and full.timestep_drafting(50) == 50
+    assert slow.timestep_ms == pytest.approx(32 * row_bytes * 8e-5)
+    groups, far = plan(over_links(10, 0.1, passage=3)), plan(over_links(latency_ms, passage=3))
+    assert groups.timestep_ms == pytest.approx(max(computing) + 10 + 32 * row_bytes * 8e-5), "without overlap, their sum"
+    assert far.timestep_ms == pytest.approx(ring_ms / 3), "there are four links, one of them to rank 0"
+    half = plan(over_links(latency_ms, passage=10, duplex="half"))
+    assert half.timestep_ms == plan(over_links(latency_ms, duplex="half")).timestep_ms > 2 * latency_ms, "and then all take turns"
+    paired = plan(over_links(latency_ms, passage=10, groups=2))
+    assert paired.timestep_ms == planned.timestep_ms and paired.passage - paired.num_groups == 8
+
+
+def test_requests_spread_over_a_passage_and_a_prompt_fills_it() -> None:
+    planned = plan(over_links(40))
+    assert planned.tpot_ms(0, 4) == pytest.approx(planned.tpot_ms(0), rel=0.1), "each waits for the ring alone"
+    assert planned.ttft_ms(50) == pytest.approx(planned.tpot_ms(0), rel=0.3)
+    assert plan(over_links(40, passage=3)).ttft_ms(1000) > 1.5 * planned.ttft_ms(1000), "chunks follow without waiting for a link"
+
+
+def test_measured_times_take_the_place_of_data_sheets() -> None:
+    by_sheets, measured = plan(over_links(40)), plan(over_links(40), measured=Measured(2400.0, 1300.0))
+    computing = [sum(stage.timing.compute_ms(Load(1)) for stage in one.stages) for one in (by_sheets, measured)]
+    assert computing[1] == pytest.approx(2400)
+    assert measured.tpot_ms(0) - by_sheets.tpot_ms(0) == pytest.approx(2400 - computing[0])
+    assert measured.knee == by_sheets.knee and measured.passage < by_sheets.passage
+    assert measured.timestep_drafting(0) >= 1300 > measured.timestep_with(measured.room)
+    text = (
+        CliRunner().invoke(command, [str(PAPER), "--partition", "paper-14", "--pass-ms", "1000", "--timestep-ms", "4000"]).output
+    )
+    assert re.search(r"100\d\.\d ms   per token, without speculation", text)
+    assert re.search(r"the plan's .* \d{4}\.\d\n", text), "a token takes longer than a timestep of four seconds"
 
 
 def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> None:
@@ -351,7 +438,7 @@ def test_a_timestep_counts_the_passes_of_both_ranks_on_a_shared_device() -> None
     last = shared.stages[-1]
     assert last.compute_ms == alone.stages[-1].compute_ms
     assert shared.timestep_ms == pytest.approx(
-        last.compute_ms + shared.draft.compute_ms + 2 * (0.02 + 32 * (24 + 2 * 2048) / 12e9 * 1000)
+        last.compute_ms + shared.draft.compute_ms + (0.02 + 32 * (24 + 2 * 2048) / 12e9 * 1000)
     )
     assert last.transfer_ms < alone.stages[-1].transfer_ms, "rank 0 is on its host"
     auto = plan(sharing())

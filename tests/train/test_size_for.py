@@ -41,7 +41,7 @@ def test_the_size_is_the_one_with_the_fastest_tokens_and_says_why(monkeypatch: p
     assert shape.hidden_size % 64 == 0 and shape.layers == shape.hidden_size // 80 and shape.vocabulary is None
     assert 0.5e9 < estimate.parameters < 0.2 * target.parameters
     assert estimate.parameters == shape.model_config(target.vocab_size).parameters
-    assert estimate.forwards * estimate.forward_ms <= estimate.timestep_ms
+    assert estimate.pace.forwards * estimate.forward_ms <= estimate.pace.timestep_ms
     text = described(DraftShape(320, 4, 6000), estimate)
     assert text.startswith("--hidden-size 320 --layers 4, the 6,000 most frequent tokens: ")
     assert f"top-1 {estimate.top1:.0%}" in text and "\n" not in text

@@ -91,7 +91,7 @@ def checkpoint_path(model: str) -> str:
 
 
 def _gpus(config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan]) -> tuple[GpuNeed, ...]:
-    given, slots = config.settings.limits.kv_cache_bytes, plan.max_model_len + plan.rows * (plan.num_groups + 1)
+    given, slots = config.settings.limits.kv_cache_bytes, plan.max_model_len + plan.rows * (plan.passage + 1)
     on_gpus: dict[int, list[StagePlan]] = {}
     for rank in ranks:
         if DEVICES[rank.placement.device].is_gpu:
