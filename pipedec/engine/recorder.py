@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from operator import sub
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 from zlib import crc32
@@ -149,10 +148,10 @@ class EmulatedClock:
             transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
             timestep_ms = deciding_ms + max(busy_ms, *groups_ms) + transfer_ms
         else:
-            senders = [rank for rank in (0, *self._topology.exit_ranks) if self._emulation.timing(rank)]
-            links_ms = [self._send_ms(rank, load) or self._latency_ms(rank) for rank in senders]
-            occupied_ms = max(map(sub, links_ms, map(self._latency_ms, senders)))
-            ring_ms = deciding_ms + sum(groups_ms) + sum(links_ms)
+            senders = {rank: self._emulation.timing(rank) for rank in (0, *self._topology.exit_ranks)}
+            links = [(timing, load.sent.get(rank, 0)) for rank, timing in senders.items() if timing is not None]
+            occupied_ms = max([timing.occupied_ms(rows) for timing, rows in links])
+            ring_ms = deciding_ms + sum(groups_ms) + sum([timing.send_ms(rows) for timing, rows in links])
             timestep_ms = max(deciding_ms + busy_ms, *groups_ms, occupied_ms, ring_ms / (passage or 1))
         self.total_ms += timestep_ms
         waiting_ms = timestep_ms - deciding_ms - busy_ms
@@ -174,10 +173,6 @@ class EmulatedClock:
                 work += compute_ms
             groups_ms.append(work + inside)
         return groups_ms, delay_ms
-
-    def _latency_ms(self, rank: int) -> float:
-        timing = self._emulation.timing(rank)
-        return timing.link.latency_us / 1000 if timing else 0.0
 
     def _send_ms(self, rank: int, load: TimestepLoad) -> float:
         timing = self._emulation.timing(rank)
