@@ -241,8 +241,8 @@ class ReplayedAnswer:
 class ReplayedPipeline:
     """Replays requests through the groups of ``topology``; they may come at any time.
 
-    ``experience`` is what earlier answers have taught; it learns on. ``drafter`` is None without a draft model, ``kv``, the
-    devices' KV memory, for no limit.
+    ``experience`` is what earlier answers have taught, with the passage; it learns on. ``drafter`` is None without a draft
+    model, ``kv``, the devices' KV memory, for no limit.
     """
 
     def __init__(
@@ -259,9 +259,9 @@ class ReplayedPipeline:
         self.fill: list[list[dict[int, int]]] = []  # by timestep, for each group the requests and their numbers of rows there
         self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
         self._kv, self._drafter, self._experience = kv, drafter, experience
-        self._groups = topology.num_groups
+        self._passage = experience.controller.passage
         recorder = Recorder(Pacer(None, 0))
-        batch = Batch(self._groups, drafter, knee=emulation.knee, experience=experience, kv=kv)
+        batch = Batch(self._passage, drafter, knee=emulation.knee, experience=experience, kv=kv)
         batch.time_forward = recorder.drafting
         self._counters = Counters(self.clock.seconds)
         self._pool = RequestPool(batch, listeners=[self._counters.note, self._note])
@@ -303,7 +303,7 @@ class ReplayedPipeline:
         replayed = self.begin(request, answer)
         for _ in self.run():
             pass
-        return replayed.cost(self._groups)
+        return replayed.cost(self._passage)
 
     def _known(self, number: int, opening: NewRequest) -> KnownAnswer:
         return self._answers[number].known

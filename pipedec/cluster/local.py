@@ -18,6 +18,7 @@ from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import Settings
 from pipedec.config.settings import LogLevel
+from pipedec.core import UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
 
@@ -42,6 +43,8 @@ class LocalCluster(Supervisor):
     """
 
     def __init__(self, spec: PipelineSpec, run_id: str | None = None) -> None:
+        if spec.emulation is not None and spec.settings.passage > spec.topology.num_groups:
+            raise UserError("processes that emulate slow links have no timesteps in flight on them: use --clock computed")
         self._processes = RankProcesses()
         super().__init__(spec.topology, run_id or f"local-{secrets.token_hex(4)}", self._processes)
         self.spec = spec

@@ -15,7 +15,7 @@ from pipedec.bench.record import Row, key_of
 from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.checkpoints import weights_digest
 from pipedec.client.running import Running
-from pipedec.config import NONE, ClusterConfig, ServerConfig, Settings
+from pipedec.config import AUTO, NONE, ClusterConfig, ServerConfig, Settings
 from pipedec.config.cluster import PartitionConfig
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.directories import cache_directory
@@ -76,7 +76,9 @@ class Shape:
         """The same pipeline with another dispatch, which its rows name if it is not the usual one."""
         if dispatch == self.spec.settings.cluster.dispatch:
             return self
-        return replace(self, spec=self.spec.replaced(dispatch=dispatch), cluster={**self.cluster, "dispatch": dispatch})
+        passage = AUTO if dispatch == "tasks" else self.spec.settings.cluster.passage
+        spec = self.spec.replaced(dispatch=dispatch, passage=passage)
+        return replace(self, spec=spec, cluster={**self.cluster, "dispatch": dispatch})
 
     @cached_property
     def pair(self) -> Row:
@@ -185,15 +187,16 @@ def emulated(
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
     The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
-    that is replayed takes the same course. With ``own_work`` computed times count rank 0's own work (see ``Emulation``); with
-    ``priors`` the default method begins with what ships beside the draft.
+    that is replayed takes the same course. On slow links the passage is the plan's. With ``own_work`` computed times count rank
+    0's own work (see ``Emulation``); with ``priors`` the default method begins with what ships beside the draft.
 
     Raises UserError if there is no such partition, or the models have too few layers.
     """
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
     plan = make_plan(cut, preset)
-    spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups, priors=priors))
+    in_flight = {"passage": plan.passage} if plan.passage > plan.num_groups else {}
+    spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups, priors=priors, **in_flight))
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
     shipped = {} if shipped_acceptance(spec.draft) == NOTHING_LEARNED else _priors(spec.settings, "shipped")
     return Shape(
