@@ -90,15 +90,14 @@ class LinkSpeed(Record, frozen=True):
 
     Attributes:
         latency_seconds: of one way, half the shortest round trip.
-        bytes_per_second: the highest rate of a short burst over one TCP connection. A long link of several hundred Mbit/s, or a
-            short one of several Gbit/s, may be faster: the burst is over before TCP uses all of it.
+        bytes_per_second: at least. A burst of a few hundred milliseconds is over before TCP uses all of a long link.
     """
 
     latency_seconds: float
     bytes_per_second: float
 
     def __str__(self) -> str:
-        return f"{1000 * self.latency_seconds:.3g} ms, {8e-6 * self.bytes_per_second:,.0f} Mbit/s"
+        return f"{1000 * self.latency_seconds:.3g} ms, at least {8e-6 * self.bytes_per_second:,.0f} Mbit/s"
 
 
 class RankDescription(Record, frozen=True):
@@ -174,7 +173,7 @@ class RunDescription(Record, frozen=True):
 
     @property
     def ring_latency_seconds(self) -> float:
-        """Of one way around the ring of ranks; 0 if all are on one machine."""
+        """The sum of the latencies of all links around the ring of ranks; 0 if all are on one machine."""
         return sum(rank.link.latency_seconds for rank in self.ranks if rank.link is not None)
 
     @property

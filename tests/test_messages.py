@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import convert, to_builtins
+from support.run_stats import described_ranks
 
 from pipedec.config import Settings
 from pipedec.core import (
@@ -30,6 +31,7 @@ from pipedec.messages import (
     CompletionEvent,
     ErrorEvent,
     Event,
+    LinkSpeed,
     LoadedEvent,
     LogprobsEvent,
     OverranEvent,
@@ -201,6 +203,7 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         CardEvent(3, "server-1", "boot-1", "10.0.0.1", {"torch": "2.13.0"}, {"target": "ab"}),
         AddressEvent(3, "fe80::1", 40_000, {"target": {"model.norm.weight": "ab"}}),
         LoadedEvent(RankDescription(3, "a", "cpu", *(Choice(name, "w") for name in ("float32", "gloo", "eth0", "SDPA")), ("é",))),
+        LoadedEvent(described_ranks([LinkSpeed(0.0401, 12.25e6)])[0]),
     ],
     ids=lambda event: type(event).__name__,
 )
@@ -241,7 +244,9 @@ def test_descriptions_of_a_run_arrive_as_they_were() -> None:
         target="t", draft="d", bita="b", dtype="bfloat16", device="cpu", dispatch="tasks", max_model_len=99,
         tree=LayerTreeOptions(8, 4),
     )  # fmt: skip
-    full = RunDescription(settings, ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), emulation="paper-14")
+    ranks = described_ranks([LinkSpeed(0.04, 1e7), None, LinkSpeed(0.02, 1e9), None])
+    full = RunDescription(settings, ((1, 2), (3,)), ((0, 2), (2, 3), (3, 6)), emulation="paper-14", ranks=ranks)
+    assert full.ring_latency_seconds == pytest.approx(0.06)
     for sent in (full, RunDescription(Settings.of(target="t"), ((1,),), ((0, 6),))):
         assert parse_json(RunDescription, to_json(sent)) == sent
     with pytest.raises(UserError, match=r"^the description of the run: layers: missing"):

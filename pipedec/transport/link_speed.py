@@ -1,30 +1,29 @@
 """How fast the links of a ring of ranks are, measured over gloo: every rank times the link to the next one (``measured``), while
 a second thread of it answers the rank before (``answer``).
 
-A link's burst begins only when the rank before has timed its round trips: their echoes would queue behind the burst. Over a long
-link all of this takes a few round trips, over a short one some milliseconds. Knows links, not ranks.
+A link's burst begins only when the rank before has timed its round trips, as their echoes would queue after the burst. All of it
+takes some milliseconds over a short link, and about eight latencies over a long one. Knows links, not ranks.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
-from itertools import combinations
 from threading import Event
 
 import torch
 
 from pipedec.messages import LinkSpeed
-from pipedec.transport.links import HostLink
+from pipedec.transport.links import HostLink, HostTransfer
 
 _ROUND_TRIPS = 5
-_TIMING_SECONDS = 0.1  # after which no further round trip begins
+_TIMING_SECONDS = 0.05  # after which no further round trip begins
 _SENDING_SECONDS = 0.2  # from the first round trip on, after which the rest of the burst is empty
 _PARTS = 128  # of a burst
-_FEWEST_PARTS = 2  # that are not empty
-_PART_BYTES = 1 << 14  # about what TCP sends at once over a new connection
-_WINDOW_SECONDS = 0.005  # the shortest in which a rate counts, if the burst lasts that long
+_PART_BYTES = 14_000  # what TCP sends at once over a new connection; then twice that after every round trip
+_AT_ONCE = 3  # parts at least, in two windows of TCP
 _PING_TAG, _ECHO_TAG, _PART_TAG = 16, 17, 18
 _MORE, _END = (torch.tensor([value], dtype=torch.uint8) for value in (0, 1))
 _FULL, _EMPTY = torch.ones(_PART_BYTES, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -45,9 +44,12 @@ def measured(link: HostLink, may_burst: Event) -> LinkSpeed:
     link.send(_END, _PING_TAG).wait()
     may_burst.wait()
     rate = link.receive(8, _ECHO_TAG)
+    sent_parts: deque[HostTransfer] = deque()
     for number in range(_PARTS):
-        is_full = number < _FEWEST_PARTS or time.perf_counter() < began + _SENDING_SECONDS
-        link.send(_FULL if is_full else _EMPTY, _PART_TAG).wait()
+        if number >= _AT_ONCE:
+            sent_parts.popleft().wait()
+        is_full = number < _AT_ONCE or time.perf_counter() < began + _SENDING_SECONDS
+        sent_parts.append(link.send(_FULL if is_full else _EMPTY, _PART_TAG))
     rate.wait()
     return LinkSpeed(shortest / 2, rate.message.view(torch.float64).item())
 
@@ -72,15 +74,13 @@ def answer(link: HostLink, is_timed: Event) -> None:
         part.wait()
         if part.message[0]:
             arrivals.append(time.perf_counter())
-    link.send(torch.tensor([best_rate(arrivals)], dtype=torch.float64).view(torch.uint8), _ECHO_TAG).wait()
+    link.send(torch.tensor([rate_of(arrivals)], dtype=torch.float64).view(torch.uint8), _ECHO_TAG).wait()
 
 
-def best_rate(arrivals: Sequence[float]) -> float:
-    """The highest rate, in bytes per second, between two of at least two parts of a burst that arrived at these times (seconds).
-
-    While TCP starts slowly, it sends ever more at once and then waits for a round trip, so a mean would say little.
+def rate_of(arrivals: Sequence[float]) -> float:
+    """Bytes per second in the second half of a burst of at least two parts, which arrived at these times (seconds): in the first,
+    TCP starts slowly.
     """
-    windows = [(last - first, end - start) for (first, start), (last, end) in combinations(enumerate(arrivals), 2)]
-    rates = [parts * _PART_BYTES / seconds for parts, seconds in windows if seconds >= _WINDOW_SECONDS]
-    whole = (len(arrivals) - 1) * _PART_BYTES / max(arrivals[-1] - arrivals[0], 1e-6)
-    return max(rates, default=whole)
+    last = len(arrivals) - 1
+    middle = last // 2
+    return (last - middle) * _PART_BYTES / max(arrivals[last] - arrivals[middle], 1e-6)
