@@ -165,6 +165,11 @@ def status(place: ClusterFlags) -> None:
     console.print(table)
     doing = "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(scheduler.activities().items()))
     console.print(f"Now: {doing}.", soft_wrap=True)
+    links = [
+        f"rank {rank} to rank {scheduler.topology.following(rank)}: {one.link}" for rank, one in described.items() if one.link
+    ]
+    if links:
+        console.print(f"Links: {'; '.join(links)}.", soft_wrap=True)
     nodes, places = scheduler.nodes(), scheduler.places()
     if len(nodes) > 1:
         shown = []

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from support.processes import MARK, marked_processes, wait_until
 from support.programs import Calls, Started, Terminal
+from support.run_stats import described_ranks
 from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
@@ -26,8 +27,11 @@ from pipedec.cluster.state import RunningCluster, running_here
 from pipedec.core import PipedecError
 from pipedec.engine.build import load_drafter
 from pipedec.engine.devices import chosen_device
+from pipedec.messages import LinkSpeed, RunDescription
 from pipedec.methods import METHOD_NAMES
 from pipedec.plan.spec import DISPATCHES
+from pipedec.scheduler import RankScheduler, connect
+from pipedec.topology import Topology
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -112,6 +116,20 @@ def test_submit_prints_one_json_document_and_writes_a_trace(
     status = pipedec("status").err
     assert re.search(r"2 │ stage 2 \(group 2\) │ yes", status)
     assert re.search(r"Now: rank 0 [\w ]+, \d+\.\d s; rank 1 ", status)
+
+
+def test_the_status_shows_how_fast_links_between_hosts_are(pipedec: Calls, known_resident: LocalCluster) -> None:
+    assert "Links:" not in pipedec("status").err
+    redis_url = known_resident.address.redis_url
+    scheduler = RankScheduler(connect(redis_url), "apart", Topology.even(2, 2))
+    ranks = described_ranks([LinkSpeed(0.0401, 12.25e6), LinkSpeed(0.00005, 4e8), None])
+    scheduler.open(RunDescription(known_resident.spec.settings, scheduler.topology.groups, ((0, 1), (1, 2)), ranks=ranks))
+    try:
+        shown = pipedec("status", "--redis", redis_url, "--run", "apart").err
+    finally:
+        scheduler.clear()
+    links = ("rank 0 to rank 1: 40.1 ms, at least 98 Mbit/s", "rank 1 to rank 2: 0.05 ms, at least 3,200 Mbit/s")
+    assert f"Links: {'; '.join(links)}.\n" in shown
 
 
 def test_submit_answers_several_prompts_together(
