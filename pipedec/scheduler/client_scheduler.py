@@ -237,9 +237,8 @@ class AsyncRedisScheduler:
         """
         scheduler = cls(await async_connect(redis_url), address_of(redis_url), run_id, owner)
         try:
-            text: Any = await scheduler._ask(lambda: scheduler._client.hget(scheduler._keys.run, "description"))
-            if text is not None:
-                scheduler.description = parse_json(RunDescription, text, "the description of the run")
+            scheduler.description = await scheduler.present_description()
+            if scheduler.description is not None:
                 owner_key = scheduler._keys.owner(owner)
                 await scheduler._ask(lambda: scheduler._client.set(owner_key, "1", px=LEASE_MS))
                 scheduler.lease = OwnerLease(redis_url, owner_key)
@@ -252,6 +251,11 @@ class AsyncRedisScheduler:
     def run_id(self) -> str:
         """The name of the run."""
         return self._keys.run_id
+
+    async def present_description(self) -> RunDescription | None:
+        """As ``read_description``: ranks that meet again describe themselves anew."""
+        text: Any = await self._ask(lambda: self._client.hget(self._keys.run, "description"))
+        return None if text is None else parse_json(RunDescription, text, "the description of the run")
 
     async def submit(self, request_json: str, priority: int = 0, operation: str = "") -> int:
         """As ``ClientScheduler.submit``; the request needs the owner's lease until its answer is closed."""

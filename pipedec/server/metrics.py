@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from pipedec.core import Completion, PipedecError
 from pipedec.messages import Histogram as HistogramCounts
-from pipedec.messages import RunStats
+from pipedec.messages import RunDescription, RunStats
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Generation, HttpExchange, Observer
 
@@ -41,6 +41,7 @@ _CHOICES = (1, 2, 5, 10, 20)
 
 Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 StatusOf = Callable[[], Awaitable[RunStatus]]
+DescriptionOf = Callable[[], Awaitable[RunDescription | None]]
 
 
 class ServerMetrics(Observer):
@@ -52,7 +53,7 @@ class ServerMetrics(Observer):
         self._registry = CollectorRegistry()
         self._cluster = ClusterMetrics(self._labels)
         self._registry.register(self._cluster)
-        self._status: StatusOf | None = None
+        self._sources: tuple[StatusOf, DescriptionOf] | None = None
         self._now = now
         self._asked = -math.inf
         self._arrivals: dict[Generation, tuple[float, float]] = {}  # of the first and the last token
@@ -94,8 +95,8 @@ class ServerMetrics(Observer):
     def _counter(self, name: str, text: str) -> Counter:
         return Counter("vllm:" + name, text, list(self._labels), registry=self._registry).labels(**self._labels)
 
-    def attach(self, status: StatusOf) -> None:
-        self._status = status
+    def attach(self, status: StatusOf, description: DescriptionOf) -> None:
+        self._sources = status, description
 
     def began(self, generation: Generation) -> None:
         self._choices.observe(generation.n)
@@ -135,10 +136,11 @@ class ServerMetrics(Observer):
 
     async def response(self) -> Response:
         """The response to ``/metrics``. A cluster that does not answer leaves its own metrics out."""
-        if self._status is not None and (now := self._now()) >= self._asked + _STATUS_SECONDS:
+        if self._sources is not None and (now := self._now()) >= self._asked + _STATUS_SECONDS:
             self._asked = now
+            status, description = self._sources
             try:
-                self._cluster.status = await self._status()
+                self._cluster.status, self._cluster.description = await status(), await description()
             except PipedecError:
                 self._cluster.status = None
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
@@ -150,6 +152,7 @@ class ClusterMetrics(Collector):
     def __init__(self, labels: Mapping[str, str]) -> None:
         self._labels = labels
         self.status: RunStatus | None = None  # without one there are no metrics
+        self.description: RunDescription | None = None
 
     def collect(self) -> Iterator[Metric]:
         status = self.status
@@ -169,6 +172,14 @@ class ClusterMetrics(Collector):
         ):
             values = {str(stage.rank): getattr(stage, name) for stage in status.stages}
             yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
+        ranks = () if self.description is None else self.description.ranks
+        links = {str(rank.rank): rank.link for rank in ranks if rank.link is not None}
+        for name, text in (
+            ("latency_seconds", "Latency, one way, of the link from a rank to the one to which it sends, if ranks are apart."),
+            ("bytes_per_second", "Rate of that link, at least."),
+        ):
+            values = {rank: getattr(link, name) for rank, link in links.items()}
+            yield self._by("rank", GaugeMetricFamily, f"pipedec:link_{name}", text, values)
         yield self._gauge("pipedec:epoch", "Of the run: it begins a new one when ranks, or Redis, are lost.", status.epoch)
         yield self._counter("pipedec:recoveries", "Epochs that have begun because something was lost.", status.num_recoveries)
         served = [one for one in status.recoveries if one.served_us is not None]

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
+from support.run_stats import described_ranks
 
+from pipedec.config import Settings
 from pipedec.core import Completion, SamplingParams, SchedulerLost
 from pipedec.core import Metrics as AnswerMetrics
-from pipedec.messages import Histogram, KVUsage, PromptRequest, Recovery, RunStats, StageStats
+from pipedec.messages import Histogram, KVUsage, LinkSpeed, PromptRequest, Recovery, RunDescription, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Generation, HttpExchange
 from pipedec.server.metrics import ServerMetrics
@@ -30,6 +32,7 @@ STATS = RunStats(
     accepted_tokens=25, accepted_per_pos=(15, 10), rows_per_timestep=Histogram((1, 8), (3, 2, 1), 30),
     timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5), corrupted=3,
 )  # fmt: skip
+LINKS = (LinkSpeed(0.04, 12.5e6), None, LinkSpeed(0.05, 1e6))
 STAGES = (StageStats(1, 50, 95, 5, 1.25, 0.5), StageStats(2, 50, 80, 20, 1.0, 0.75))
 STATUS = RunStatus(
     "up", 9, 4, (5, 6, 7), (0, 1, 2), stats=STATS, stages=STAGES, epoch=4, serving=3, recovers=True,
@@ -70,10 +73,14 @@ async def status() -> RunStatus:
     return STATUS
 
 
+async def description() -> RunDescription:
+    return RunDescription(Settings.of(target="tiny"), ((1,), (2,)), ((0, 1), (1, 2)), ranks=described_ranks(LINKS))
+
+
 @pytest.fixture
 def metrics() -> ServerMetrics:
     made = ServerMetrics("tiny")
-    made.attach(status)
+    made.attach(status, description)
     return made
 
 
@@ -173,6 +180,8 @@ def test_what_the_cluster_tells(metrics: ServerMetrics) -> None:
         ("pipedec:stage_pruned_rows_total", "stage"): {"1": 5, "2": 20},
         ("pipedec:stage_compute_seconds_total", "stage"): {"1": 1.25, "2": 1.0},
         ("pipedec:stage_wait_seconds_total", "stage"): {"1": 0.5, "2": 0.75},
+        ("pipedec:link_latency_seconds", "rank"): {"0": 0.04, "2": 0.05},
+        ("pipedec:link_bytes_per_second", "rank"): {"0": 12.5e6, "2": 1e6},
     }
     for (name, label), values in by_label.items():
         assert {key: value(text, name, **{label: key}) for key in values} == values
@@ -184,7 +193,7 @@ def test_a_scrape_before_the_cluster_is_up_or_after_it_is_lost(metrics: ServerMe
     async def lost() -> RunStatus:
         raise SchedulerLost("cannot reach Redis")
 
-    metrics.attach(lost)
+    metrics.attach(lost, description)
     text = exposition(metrics)
     assert "vllm:num_requests_running{" not in text and "vllm:generation_tokens_total{" in text
 
@@ -198,7 +207,7 @@ def test_many_scrapes_ask_the_cluster_once_a_second() -> None:
         asked.append(1)
         return replace(STATUS, waiting=len(asked))
 
-    metrics.attach(counted)
+    metrics.attach(counted, description)
     found = [value(exposition(metrics), "vllm:num_requests_waiting") for _ in range(6)]
     assert found == [2, 2, 2, 3, 3, 4]
 
@@ -215,9 +224,9 @@ def test_a_scrape_while_the_cluster_is_asked_for_another_has_the_last_status() -
             await answers.wait()
             return STATUS
 
-        metrics.attach(status)
+        metrics.attach(status, description)
         await metrics.response()
-        metrics.attach(slow)
+        metrics.attach(slow, description)
         first = asyncio.create_task(metrics.response())
         await asked.wait()
         second = await metrics.response()
