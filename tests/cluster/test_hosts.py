@@ -141,6 +141,7 @@ def test_a_launched_cluster_answers_every_host_as_one_process_does(
         assert not any(cluster.password in line for line in cluster.hosts.command_lines())
         answers(cluster, 0)
         answers(cluster, 2)
+        assert "Links: rank 0 to rank 1: " in cluster.cli(2, "status", "--redis", cluster.url, "--run", "three").stderr
         wrong = Cluster(cluster.hosts, cluster.pair, cluster.folder)
         refused = wrong.cli(2, "submit", "--redis", cluster.url, "--run", "three", "--prompt", PROMPT)
         assert refused.returncode == 1 and "wrong Redis password" in refused.stderr
