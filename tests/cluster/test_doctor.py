@@ -38,7 +38,7 @@ from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, link_findings
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, GpuNeed, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
 from pipedec.config import ClusterConfig, ServerConfig, paper_cluster
-from pipedec.config.cluster import NetworkConfig
+from pipedec.config.cluster import NetworkConfig, PairConfig
 from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
 from pipedec.validation import parse_json, validated
@@ -425,7 +425,7 @@ FACTS = NetworkFacts(
     "alpha", True, ("10.0.0.1",), {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}, "10.0.0.1", "eth0", 40000,
     {"eth0": 10_000, "ib0": 10_000, "unused": 100_000},
 )  # fmt: skip
-GIVEN = NetworkConfig(latency_us=50, bandwidth_gbps=10)
+GIVEN = {host: NetworkConfig(latency_us=50, bandwidth_gbps=10).link("alpha", host) for host in ("beta", "gamma")}
 
 
 @pytest.fixture
@@ -493,6 +493,12 @@ def test_the_slowest_link_counts_and_hosts_without_links_say_so() -> None:
     assert finding.value == "to beta: 9.4 Gbit/s, 45 µs; to gamma: 4.7 Gbit/s, 45 µs" and "bandwidth_gbps: 4.7" in str(
         finding.mend
     )
+    slow = NetworkConfig(links=(PairConfig(("gamma", "alpha"), 700, 0.1),))
+    given = {host: slow.link("alpha", host) for host in GIVEN}
+    (finding,) = link_findings(given, FACTS, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(0.094, 800)})
+    assert finding.level == "ok", "this pair is given as slow"
+    (finding,) = link_findings(given, FACTS, {"beta": MeasuredLink(0.094, 45), "gamma": MeasuredLink(0.094, 9000)})
+    assert finding.mend is not None and "is given as 10 Gbit/s" in finding.mend and "is given as 700 µs" in finding.mend
     (finding,) = link_findings(GIVEN, FACTS, {})
     assert finding.level == "ok" and "not measured" in finding.value
     assert link_findings(GIVEN, FACTS, None) == []

@@ -52,13 +52,14 @@ def compare(
             reasons = "; ".join(f"{other}: {reason}" for other, reason in unreachable.items())
             mend = f"open all TCP ports of {', '.join(unreachable)} to this host, or set interface: to a network that joins them"
             others = [problem("other hosts", reasons, mend)]
+        planned = {target: config.network.link(host, target) for target in answers[host].links or ()}
         for finding in (
             *_versions(report, reports),
             *_checkpoints(report, reports),
             clock,
             _devices(config.server(host), report),
             *others,
-            *link_findings(config.network, report.facts.network, answers[host].links),
+            *link_findings(planned, report.facts.network, answers[host].links),
             *_cuda(report, reports),
         ):
             if (known := table[host].get(finding.name)) is None or known.level != "problem":

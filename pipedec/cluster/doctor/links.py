@@ -18,8 +18,8 @@ from statistics import median
 
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.findings import Finding, note, ok
-from pipedec.config.cluster import NetworkConfig
 from pipedec.core import PipedecError
+from pipedec.hardware import LinkSpec
 
 ROUND_TRIPS = 100
 SEND_SECONDS = 1.0
@@ -34,6 +34,7 @@ _HEAD = struct.Struct("!8sI")  # and the number of messages
 _RESULT = struct.Struct("!QQ")  # bytes, nanoseconds
 _MAGIC = b"pdlinks1"
 _CHUNK = bytes(1 << 18)
+_IN_FILE = "in the file, or in its links: for this pair of hosts, so that the plan is right"
 
 
 @dataclass(frozen=True)
@@ -147,32 +148,38 @@ def _prepare(connection: socket.socket, deadline: float) -> socket.socket:
     return connection
 
 
-def link_findings(network: NetworkConfig, facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
-    """The row about the ``links`` from the host with these ``facts``, by target; empty if it has no ranks (None)."""
+def link_findings(given: Mapping[str, LinkSpec], facts: NetworkFacts, links: Mapping[str, MeasuredLink] | None) -> list[Finding]:
+    """The row about the ``links`` from the host with these ``facts``, by target, and as they are ``given``; empty if it has no
+    ranks (None).
+    """
     if not links:
         return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
     shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {link.latency_us:.0f} µs" for host, link in links.items()}
     value = "; ".join(f"to {host}: {text}" for host, text in shown.items())
-    done = [link for link in links.values() if link.error is None]
+    done = {host: link for host, link in links.items() if link.error is None}
     mends = []
     if len(done) < len(links):
         mends.append("run the doctor again, and see that nothing between the hosts limits connections")
-    if done and (slowest := min(link.gbps for link in done)) < SLOWEST_SHARE * network.bandwidth_gbps:
+    rates = [(link.gbps, 8 * given[host].gb_per_s) for host, link in done.items()]
+    if slow := [(measured, wanted) for measured, wanted in rates if measured < SLOWEST_SHARE * wanted]:
+        slowest, wanted = min(slow)
         speeds = {name: mbps / 1000 for name, mbps in facts.speeds_mbps.items() if name in facts.interfaces}
         own, fastest = speeds.get(facts.interface or "", 0), max(speeds, key=lambda name: speeds[name], default="")
-        given = f"bandwidth is given as {network.bandwidth_gbps:g} Gbit/s"
-        mend = f"set network: bandwidth_gbps: {_rounded(slowest)} in the file, so that the plan is right"
-        if own <= 0 or own >= network.bandwidth_gbps:
-            mends.append(f"{given}: see what else uses the link, on both hosts, or {mend}")
+        bandwidth = f"bandwidth is given as {wanted:g} Gbit/s"
+        mend = f"set network: bandwidth_gbps: {_rounded(slowest)} {_IN_FILE}"
+        if own <= 0 or own >= wanted:
+            mends.append(f"{bandwidth}: see what else uses the link, on both hosts, or {mend}")
         elif speeds[fastest] > own:
             faster = f"set interface: {fastest} of this host in the file ({speeds[fastest]:g} Gbit/s)"
-            mends.append(f"{given}, and {facts.interface} has negotiated {own:g}: {faster}")
+            mends.append(f"{bandwidth}, and {facts.interface} has negotiated {own:g}: {faster}")
         else:
-            mends.append(f"{given}, and {facts.interface} has negotiated {own:g}: see cable and switch, or {mend}")
-    if done and (latest := max(link.latency_us for link in done)) > SLOWEST_TIMES * network.latency_us + SPARE_US:
+            mends.append(f"{bandwidth}, and {facts.interface} has negotiated {own:g}: see cable and switch, or {mend}")
+    latencies = [(link.latency_us, given[host].latency_us) for host, link in done.items()]
+    if late := [(measured, wanted) for measured, wanted in latencies if measured > SLOWEST_TIMES * wanted + SPARE_US]:
+        latest, wanted = max(late)
         mends.append(
-            f"the latency is given as {network.latency_us:g} µs: see what lies between the hosts, or set network: "
-            f"latency_us: {_rounded(latest)} in the file, so that the plan is right"
+            f"the latency is given as {wanted:g} µs: see what lies between the hosts, or set network: "
+            f"latency_us: {_rounded(latest)} {_IN_FILE}"
         )
     return [note("links", value, "; ".join(mends)) if mends else ok("links", value)]
 
