@@ -169,7 +169,8 @@ def status(place: ClusterFlags) -> None:
         f"rank {rank} to rank {scheduler.topology.following(rank)}: {one.link}" for rank, one in described.items() if one.link
     ]
     if links:
-        console.print(f"Links: {'; '.join(links)}.", soft_wrap=True)
+        passage = f" Passage: {current.stats.passage} timesteps." if current.stats else ""
+        console.print(f"Links: {'; '.join(links)}.{passage}", soft_wrap=True)
     nodes, places = scheduler.nodes(), scheduler.places()
     if len(nodes) > 1:
         shown = []

@@ -30,7 +30,7 @@ KV = KVUsage(capacity=1000, used=250, kept=100, queried_tokens=40, cached_tokens
 STATS = RunStats(
     KV, running=2, waiting=1, timesteps=50, prompt_rows=20, root_rows=10, draft_rows=60, mask_rows=5, drafts=10,
     accepted_tokens=25, accepted_per_pos=(15, 10), rows_per_timestep=Histogram((1, 8), (3, 2, 1), 30),
-    timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5), corrupted=3,
+    timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5), corrupted=3, passage=6,
 )  # fmt: skip
 LINKS = (LinkSpeed(0.04, 12.5e6), None, LinkSpeed(0.05, 1e6))
 STAGES = (StageStats(1, 50, 95, 5, 1.25, 0.5), StageStats(2, 50, 80, 20, 1.0, 0.75))
@@ -166,7 +166,7 @@ def test_what_the_cluster_tells(metrics: ServerMetrics) -> None:
         "vllm:prefix_cache_queries_total": 40, "vllm:prefix_cache_hits_total": 30, "vllm:num_preemptions_total": 2,
         "vllm:spec_decode_num_drafts_total": 10, "vllm:spec_decode_num_draft_tokens_total": 60,
         "vllm:spec_decode_num_accepted_tokens_total": 25, "pipedec:timesteps_total": 50, "pipedec:ranks_alive": 3,
-        "vllm:corrupted_requests_total": 3,
+        "vllm:corrupted_requests_total": 3, "pipedec:passage": 6,
         "pipedec:timestep_seconds_sum": 1.5, "pipedec:timestep_seconds_count": 50, "vllm:iteration_tokens_total_count": 6,
         "pipedec:epoch": 4, "pipedec:recoveries_total": 4, "pipedec:recovery_seconds": 0.75,
     }  # fmt: skip
