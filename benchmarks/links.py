@@ -175,7 +175,7 @@ class LinksConfig:
 
 
 class Place(Protocol):
-    """What answers on the hosts of a point."""
+    """A server on the hosts of a point."""
 
     def ask(self, policy: Policy, prompts: Sequence[str], max_tokens: int) -> list[Row]:
         """The answers to prompts that are asked together. Raises PipedecError if there are none."""
@@ -266,7 +266,7 @@ class LlamaCppOverRpc:
         return {
             "tokens": timings["predicted_n"], "decode_ms": timings["predicted_ms"], "ttft_ms": timings["prompt_ms"],
             "e2e_ms": timings["prompt_ms"] + timings["predicted_ms"], "timesteps": 0, "hits": 0, "misses": 0,
-            "answer": key_of(found["tokens"]),
+            "recoveries": 0, "answer": key_of(found["tokens"]),
         }  # fmt: skip
 
     def passage(self) -> None:
@@ -287,7 +287,7 @@ def _option(name: str, value: Any) -> tuple[str, str]:
 
 
 def _checked(ended: subprocess.CompletedProcess[str], what: str) -> str:
-    """What a command on a host has printed. Raises PipedecError if it failed."""
+    """The output of a command on a host. Raises PipedecError if it failed."""
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or [f"exit status {ended.returncode}"]
         raise PipedecError(f"{what}: {lines[-1].removeprefix('pipedec: ')}")
@@ -299,7 +299,7 @@ def _answer(completion: Mapping[str, Any]) -> Row:
     if "error" in completion:
         raise PipedecError(completion["error"])
     times = {f"{name}_ms": round(1000 * completion[f"{name}_seconds"], 3) for name in ("decode", "ttft", "e2e")}
-    counts = {name: completion[name] for name in ("timesteps", "hits", "misses")}
+    counts = {name: completion[name] for name in ("timesteps", "hits", "misses", "recoveries")}
     return {"tokens": len(completion["token_ids"]), **times, **counts, "answer": key_of(completion["token_ids"])}
 
 
@@ -376,12 +376,13 @@ def measure_links(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a contender has reached on a point, over all of its turns.
+    """The figures of a contender on a point, over all of its turns.
 
     Attributes:
         tokens_per_s: of single requests after the first token, of each prompt the median turn; of several from asking for them
             to the last token, the median turn.
-        timesteps: per token after the first.
+        timesteps: per token after the first, in the last turn, as ``hits`` and ``misses``.
+        recoveries: from lost ranks, in all turns.
         passage: at the end of the last turn; None if it is unknown.
         equal: single answers that are those of the first contender on the first point, and all single answers.
     """
@@ -394,12 +395,13 @@ class Measured:
     timesteps: float
     hits: int
     misses: int
+    recoveries: int
     passage: int | None
     equal: tuple[int, int]
 
 
 def measured_points(rows: Sequence[Row]) -> dict[Point, list[Measured]]:
-    """What was measured, by point, in the order of the rows."""
+    """All figures by point, in the order of the rows."""
     turns: dict[Point, dict[tuple[str, str, int], list[Row]]] = {}
     for row in rows:
         point = Point(*(row[each.name] for each in fields(Point)))
@@ -411,10 +413,10 @@ def measured_points(rows: Sequence[Row]) -> dict[Point, list[Measured]]:
 def _measured(kind: str, name: str, requests: int, turns: Sequence[Row], expected: Sequence[str]) -> Measured:
     by_prompt = list(zip(*(turn["answers"] for turn in turns), strict=True))
     last = turns[-1]["answers"]
-    decoded = sum(answer["tokens"] - 1 for answer in last)
+    decoded = max(sum(answer["tokens"] - 1 for answer in last), 1)
     if requests == 1:
         seconds = sum(statistics.median(answer["decode_ms"] for answer in answers) for answers in by_prompt) / 1000
-        tokens_per_s = decoded / seconds
+        tokens_per_s = decoded / max(seconds, 1e-9)
     else:
         tokens_per_s = statistics.median(
             1000 * sum(answer["tokens"] for answer in turn["answers"]) / max(answer["e2e_ms"] for answer in turn["answers"])
@@ -425,7 +427,8 @@ def _measured(kind: str, name: str, requests: int, turns: Sequence[Row], expecte
     return Measured(
         kind, name, requests, tokens_per_s, statistics.median(answer["ttft_ms"] for some in by_prompt for answer in some),
         sum(answer["timesteps"] for answer in last) / decoded, sum(answer["hits"] for answer in last),
-        sum(answer["misses"] for answer in last), turns[-1]["passage_at_end"], (sum(equal), len(equal)),
+        sum(answer["misses"] for answer in last), sum(answer["recoveries"] for some in by_prompt for answer in some),
+        turns[-1]["passage_at_end"], (sum(equal), len(equal)),
     )  # fmt: skip
 
 
@@ -433,7 +436,7 @@ PP_OVER_RING = "pp: time / (ring + compute)"
 
 
 def ratios(points: Mapping[Point, Sequence[Measured]]) -> dict[Point, dict[str, float]]:
-    """What the sweep is for, by point; without those for which something was not measured.
+    """The comparisons of a point, without those for which something was not measured.
 
     Compute is what ``pp`` takes for a token without delay. The others are ratios of speeds.
     """
@@ -465,7 +468,7 @@ def speeds_table(points: Mapping[Point, Sequence[Measured]]) -> Table:
     """A line for each contender on each point."""
     columns = (
         "hosts", "delay ms", "Mbit/s", "passage", "contender", "ms per token", "tokens/s", "TTFT ms", "timesteps", "hits",
-        "misses", "at the end", "same",
+        "misses", "recoveries", "at the end", "same",
     )  # fmt: skip
     caption = (
         "ms per token: after the first one, of each prompt the median turn; of several requests: from asking for them to the "
@@ -477,8 +480,8 @@ def speeds_table(points: Mapping[Point, Sequence[Measured]]) -> Table:
             name = one.name if one.requests == 1 else f"{one.name}, {one.requests} requests"
             table.add_row(
                 *_shown(point), name, f"{1000 / one.tokens_per_s:.1f}", f"{one.tokens_per_s:.1f}", f"{one.ttft_ms:.0f}",
-                f"{one.timesteps:.2f}", str(one.hits), str(one.misses), str(one.passage or "-"),
-                f"{one.equal[0]}/{one.equal[1]}" if one.equal[1] else "-",
+                f"{one.timesteps:.2f}", str(one.hits), str(one.misses), str(one.recoveries),
+                str(one.passage or "-"), f"{one.equal[0]}/{one.equal[1]}" if one.equal[1] else "-",
             )  # fmt: skip
         table.add_section()
     return table

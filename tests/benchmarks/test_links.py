@@ -63,7 +63,7 @@ class Site:
     def turn(self, contender: Contender, prompts: Sequence[str]) -> Row:
         self._turns.append(contender.name)
         ms = 5 * MS[contender.kind, contender.name, contender.requests][self._is_delayed]
-        answer = {"tokens": 6, "decode_ms": ms, "ttft_ms": 100.0, "timesteps": 7, "hits": 3, "misses": 2}
+        answer = {"tokens": 6, "decode_ms": ms, "ttft_ms": 100.0, "timesteps": 7, "hits": 3, "misses": 2, "recoveries": 1}
         whole = 6 * ms / 5 * contender.requests
         answers = [{**answer, "e2e_ms": whole, "answer": prompt} for prompt in prompts]
         if contender.kind == CHAIN:
@@ -101,7 +101,8 @@ def test_ratios_follow_from_the_rows(tmp_path: Path) -> None:
     without = {point: here for point, here in points.items() if point == slow}
     assert PP_OVER_RING not in ratios(without)[slow] and "default / pp" in ratios(without)[slow]
     chain = next(one for one in points[slow] if one.kind == CHAIN)
-    assert (chain.timesteps, chain.hits, chain.misses, chain.passage, chain.equal) == (7 / 5, 6, 4, 8, (2, 4))
+    assert (chain.timesteps, chain.hits, chain.misses, chain.recoveries) == (7 / 5, 6, 4, 4)
+    assert (chain.passage, chain.equal) == (8, (2, 4))
 
 
 def test_a_disturbed_turn_does_not_count(tmp_path: Path) -> None:
