@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice, product
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -32,12 +32,16 @@ from pipedec.bench.options import Counts, Draft, Positive
 from pipedec.bench.record import ROWS_FILE, Grid, Row, SweepProgress, key_of
 from pipedec.bench.report import style
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, print_files, print_table
-from pipedec.config import NONE
+from pipedec.config import AUTO, NONE
+from pipedec.config.cluster import cluster_from
 from pipedec.core import DEFAULT_METHOD, PipedecError, UserError
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.gguf import is_gguf, is_named, located
+from pipedec.plan.draft_size import DraftSizing
+from pipedec.plan.partition import Measured as MeasuredTimes
+from pipedec.plan.partition import plan
 from pipedec.text.prompt import Prompter
 
 if TYPE_CHECKING:
@@ -54,6 +58,7 @@ CHAINS = (
     f"{DEFAULT_METHOD}:children=1",
 )
 START_SECONDS = 600.0
+_CONTEXT = 1024
 _REDIS_PORT, _RPC_PORT, _HTTP_PORT = 7000, 50052, 8080
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _PASSAGE = """
@@ -174,6 +179,13 @@ class LinksConfig:
         }
 
 
+def _document(hosts: Sequence[str], models: Mapping[str, str]) -> Row:
+    """A cluster.yaml: a stage on each host, and rank 0 on the first."""
+    servers = [{"host": host, "devices": {"cpu": 1 + (index == 0)}} for index, host in enumerate(hosts)]
+    partition = {"stages": len(hosts), "draft_device": {"host": hosts[0], "device": "cpu"}}
+    return {**models, "servers": servers, "partitions": {"all": partition}, "max_model_len": _CONTEXT}
+
+
 class Place(Protocol):
     """A server on the hosts of a point."""
 
@@ -201,12 +213,9 @@ class Cluster:
             f'export PIPEDEC_STATE_DIR="{folder.parent.parent}/$(hostname)/{name}-state"\nexec "{sys.executable}" "$@"\n'
         )
         self._python.chmod(0o755)
-        servers = [{"host": host, "devices": {"cpu": 1 + (index == 0)}} for index, host in enumerate(hosts.names)]
-        draft_device = {"host": hosts.names[0], "device": "cpu"}
-        document: Row = {
-            **config.models, "servers": servers, "launch": {"python": str(self._python)},
-            "redis": {"host": hosts.names[0], "port": port}, "max_model_len": 1024, "prefix_cache": False,
-            "partitions": {"all": {"stages": len(servers), "draft_device": draft_device}},
+        document = {
+            **_document(hosts.names, config.models), "launch": {"python": str(self._python)},
+            "redis": {"host": hosts.names[0], "port": port}, "prefix_cache": False,
         }  # fmt: skip
         file = folder / "cluster.yaml"
         file.write_text(json.dumps(document))
@@ -238,7 +247,7 @@ class LlamaCppOverRpc:
         assert config.llama_cpp is not None
         self._hosts = hosts
         target = Path(config.models["target"])
-        layers, self._prompter = model_config(target).num_hidden_layers, Prompter(target, 1024)
+        layers, self._prompter = model_config(target).num_hidden_layers, Prompter(target, _CONTEXT)
         server, rpc_server = _programs(config.llama_cpp)
         others = range(1, len(hosts.names))
         for index in others:
@@ -247,7 +256,7 @@ class LlamaCppOverRpc:
         rpc = ",".join(f"{hosts.address(index)}:{_RPC_PORT}" for index in others)
         self._start(
             0, server, "--model", located(target), "--rpc", rpc, "--n-gpu-layers", str(layers - layers // len(hosts.names)),
-            "--threads", "1", "--ctx-size", "1024", "--parallel", "1", "--host", "127.0.0.1", "--port", str(_HTTP_PORT),
+            "--threads", "1", "--ctx-size", str(_CONTEXT), "--parallel", "1", "--host", "127.0.0.1", "--port", str(_HTTP_PORT),
         )  # fmt: skip
 
     def _start(self, index: int, *command: str | Path) -> None:
@@ -433,26 +442,43 @@ def _measured(kind: str, name: str, requests: int, turns: Sequence[Row], expecte
 
 
 PP_OVER_RING = "pp: time / (ring + compute)"
+Planned = Callable[[Point, float, float], tuple[float, float]]  # see ``planned_ms``
 
 
-def ratios(points: Mapping[Point, Sequence[Measured]]) -> dict[Point, dict[str, float]]:
+def planned_ms(models: Mapping[str, str], point: Point, pass_ms: float, timestep_ms: float) -> tuple[float, float]:
+    """Milliseconds per token of ``pp`` and of the default method, as planned for links like this.
+
+    ``pass_ms`` and ``timestep_ms`` are those that ``pipedec plan`` takes: measured without delay.
+    """
+    network = {"latency_us": 1000 * point.delay_ms, "bandwidth_gbps": point.rate_mbit / 1000}
+    given = {} if point.passage in (None, AUTO) else {"passage": int(point.passage)}
+    document = {**_document([f"host-{number}" for number in range(point.hosts)], models), **given, "network": network}
+    made = plan(cluster_from(document), measured=MeasuredTimes(pass_ms, timestep_ms))
+    return made.tpot_ms(0), nan if made.draft is None else DraftSizing(made).present.pace.ms_per_token
+
+
+def ratios(points: Mapping[Point, Sequence[Measured]], planned: Planned | None = None) -> dict[Point, dict[str, float]]:
     """The comparisons of a point, without those for which something was not measured.
 
-    Compute is what ``pp`` takes for a token without delay. The others are ratios of speeds.
+    Compute is what ``pp`` takes for a token without delay. Times are divided by those of plans; the others are ratios of speeds.
     """
     found = {}
     for point, here in points.items():
         still = points.get(replace(point, delay_ms=0.0), ())
-        default, plain, undelayed = _speed(here, METHOD, DEFAULT_METHOD), _speed(here, METHOD, "pp"), _speed(still, METHOD, "pp")
-        crowds = {one.requests for one in here if one.requests > 1}
+        default, plain = _speed(here, METHOD, DEFAULT_METHOD), _speed(here, METHOD, "pp")
+        pass_ms = 1000 / _speed(still, METHOD, "pp")
+        timestep_ms = next((1000 / one.tokens_per_s / one.timesteps for one in still if one.name == DEFAULT_METHOD), nan)
+        plans = (nan, nan) if planned is None or isnan(pass_ms + timestep_ms) else planned(point, pass_ms, timestep_ms)
         found[point] = {
-            PP_OVER_RING: 1000 / plain / (point.ring_ms + 1000 / undelayed),
+            PP_OVER_RING: 1000 / plain / (point.ring_ms + pass_ms),
+            "pp: time / planned": 1000 / plain / plans[0],
+            "default: time / planned": 1000 / default / plans[1],
             "default / pp": default / plain,
             **{f"default / {kind}": default / _speed(here, kind) for kind in (CHAIN, BESIDE, LLAMA_CPP)},
             **{
                 f"{count} requests / without delay": _speed(here, METHOD, DEFAULT_METHOD, count)
                 / _speed(still, METHOD, DEFAULT_METHOD, count)
-                for count in sorted(crowds)
+                for count in sorted({one.requests for one in here} - {1})
             },
         }
     return {point: {name: ratio for name, ratio in some.items() if isfinite(ratio)} for point, some in found.items()}
@@ -487,11 +513,10 @@ def speeds_table(points: Mapping[Point, Sequence[Measured]]) -> Table:
     return table
 
 
-def ratios_table(points: Mapping[Point, Sequence[Measured]]) -> Table:
+def ratios_table(found: Mapping[Point, Mapping[str, float]]) -> Table:
     """A line for each point."""
-    found = ratios(points)
     names = list(dict.fromkeys(name for some in found.values() for name in some))
-    caption = f"Chain: the fastest one. Compute: pp without delay. All but the first ({PP_OVER_RING}) are ratios of speeds."
+    caption = "Of two contenders: speeds. Chain: the fastest one. Compute: pp without delay. Planned: by pipedec plan, from that."
     table = titled_table("Ratios", ("hosts", "delay ms", "Mbit/s", "passage", *names), caption)
     for point, some in found.items():
         table.add_row(*_shown(point), *(f"{some[name]:.2f}" if name in some else "-" for name in names))
@@ -557,7 +582,7 @@ def links(prompts: PromptFlags, config: LinksConfig, out: OutDirectory) -> None:
     make_directory(out)
     with ProgressBar() as bar:
         points = measured_points(measure_links(config, texts, out, bar))
-    for table in (speeds_table(points), ratios_table(points)):
+    for table in (speeds_table(points), ratios_table(ratios(points, partial(planned_ms, config.models)))):
         print_table(table, 170)
     print_files(out / ROWS_FILE, *draw({"links": links_figure(points)}, out))
 

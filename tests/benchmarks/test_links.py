@@ -12,6 +12,7 @@ import pytest
 import support.hosts
 from click.testing import CliRunner
 from support.refusals import refusal
+from support.tiny_pair import Pair
 
 from benchmarks.links import (
     CHAIN,
@@ -24,6 +25,7 @@ from benchmarks.links import (
     links_figure,
     measure_links,
     measured_points,
+    planned_ms,
     ratios,
     ratios_table,
     speeds_table,
@@ -93,16 +95,29 @@ def test_ratios_follow_from_the_rows(tmp_path: Path) -> None:
     points = measured_points(measured(tmp_path)[0])
     still, slow = points
     assert (still.ring_ms, slow.ring_ms) == (0, 120)
-    assert ratios(points)[slow] == pytest.approx({
-        PP_OVER_RING: 165 / (120 + 30), "default / pp": 165 / 40, "default / chain": 60 / 40, "default / beside": 50 / 40,
+
+    def planned(point: Point, pass_ms: float, timestep_ms: float) -> tuple[float, float]:
+        assert (pass_ms, timestep_ms) == pytest.approx((30, 10 / 1.4))
+        return point.ring_ms + pass_ms, 50
+
+    assert ratios(points, planned)[slow] == pytest.approx({
+        PP_OVER_RING: 165 / (120 + 30), "pp: time / planned": 165 / 150, "default: time / planned": 40 / 50,
+        "default / pp": 165 / 40, "default / chain": 60 / 40, "default / beside": 50 / 40,
         "8 requests / without delay": 2.0 / 2.5,
     })  # fmt: skip
     assert "default / llama.cpp" not in ratios(points)[slow]
     without = {point: here for point, here in points.items() if point == slow}
-    assert PP_OVER_RING not in ratios(without)[slow] and "default / pp" in ratios(without)[slow]
+    assert PP_OVER_RING not in ratios(without, planned)[slow] and "default / pp" in ratios(without)[slow]
     chain = next(one for one in points[slow] if one.kind == CHAIN)
     assert (chain.timesteps, chain.hits, chain.misses, chain.recoveries) == (7 / 5, 6, 4, 4)
     assert (chain.passage, chain.equal) == (8, (2, 4))
+
+
+def test_plans_know_the_links(pair: Pair) -> None:
+    models = {"target": str(pair.target), "draft": str(pair.draft)}
+    pp, default = planned_ms(models, Point(3, 40.0, 100.0, "auto"), 30.0, 10.0)
+    assert 150 < pp < 160 and default < pp
+    assert planned_ms(models, Point(3, 40.0, 100.0, "9"), 30.0, 10.0)[1] != default
 
 
 def test_a_disturbed_turn_does_not_count(tmp_path: Path) -> None:
@@ -117,7 +132,7 @@ def test_a_disturbed_turn_does_not_count(tmp_path: Path) -> None:
 def test_tables_and_figure_show_every_contender(tmp_path: Path) -> None:
     points = measured_points(measured(tmp_path)[0])
     speeds = speeds_table(points)
-    assert speeds.row_count == 2 * len(CONFIG.contenders) and ratios_table(points).row_count == 2
+    assert speeds.row_count == 2 * len(CONFIG.contenders) and ratios_table(ratios(points)).row_count == 2
     assert "pipedec-bestfirst, 8 requests" in speeds.columns[4].cells
     figure = links_figure(points)
     assert figure is not None
