@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice, product
-from math import isfinite, isnan, nan
+from math import ceil, floor, isfinite, isnan, log2, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -548,7 +548,8 @@ def links_figure(points: Mapping[Point, Sequence[Measured]]) -> Figure | None:
         passage = f", passage {cut.passage}" if cut.passage else ""
         axes.set_title(f"{cut.hosts} hosts, {cut.rate_mbit:g} Mbit/s{passage}", fontsize=style.LABEL_POINTS, color=style.TEXT)
         style.dress(axes, "delay of a link, one way (ms)", "tokens/s", grid="both")
-        axes.set_yscale("log")
+        low, high = floor(log2(axes.dataLim.ymin)), ceil(log2(axes.dataLim.ymax))
+        style.log_axis(axes, "y", [2.0**power for power in range(low, high + 1)])
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(
         handles, names, loc="outside upper left", ncols=4, frameon=False, fontsize=style.TICK_POINTS, labelcolor=style.TEXT
