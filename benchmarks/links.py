@@ -57,8 +57,8 @@ CHAINS = (
     f"{DEFAULT_METHOD}:children=1,proposers=draft",
     f"{DEFAULT_METHOD}:children=1",
 )
-START_SECONDS = 600.0
-_CONTEXT = 1024
+START_SECONDS, LISTEN_SECONDS = 600.0, 60.0
+_CONTEXT, _SHOWN_CHARS = 1024, 200
 _REDIS_PORT, _RPC_PORT, _HTTP_PORT = 7000, 50052, 8080
 _CHECKOUT = Path(__file__).resolve().parent.parent
 _PASSAGE = """
@@ -66,6 +66,19 @@ import sys
 from msgspec.json import encode
 from pipedec.cluster.state import find_run
 print(encode(find_run(None, sys.argv[1]).connect().status().stats).decode())
+"""
+_LISTENING = """
+import socket, sys, time
+for host in sys.argv[3:]:
+    deadline = time.monotonic() + float(sys.argv[1])
+    while True:
+        try:
+            socket.create_connection((host, int(sys.argv[2])), 5).close()
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 """
 _POST = """
 import sys, time, urllib.error, urllib.request
@@ -75,8 +88,8 @@ while True:
         request = urllib.request.Request(sys.argv[1], text, {"Content-Type": "application/json"})
         print(urllib.request.urlopen(request).read().decode())
         break
-    except (urllib.error.URLError, ConnectionError):  # it is loading
-        if time.monotonic() > deadline:
+    except urllib.error.HTTPError as error:
+        if error.code != 503 or time.monotonic() > deadline:  # else it is loading
             raise
         time.sleep(0.2)
 """
@@ -249,19 +262,30 @@ class LlamaCppOverRpc:
         target = Path(config.models["target"])
         layers, self._prompter = model_config(target).num_hidden_layers, Prompter(target, _CONTEXT)
         server, rpc_server = _programs(config.llama_cpp)
-        others = range(1, len(hosts.names))
-        for index in others:
-            place = ("--host", hosts.address(index), "--port", str(_RPC_PORT))
-            self._start(index, rpc_server, *place, "--threads", "1")
-        rpc = ",".join(f"{hosts.address(index)}:{_RPC_PORT}" for index in others)
+        others = [hosts.address(index) for index in range(1, len(hosts.names))]
+        for index, address in enumerate(others, 1):
+            self._start(index, rpc_server, "--host", address, "--port", str(_RPC_PORT), "--threads", "1")
+        self._listening(_RPC_PORT, *others)
+        rpc = ",".join(f"{address}:{_RPC_PORT}" for address in others)
         self._start(
             0, server, "--model", located(target), "--rpc", rpc, "--n-gpu-layers", str(layers - layers // len(hosts.names)),
             "--threads", "1", "--ctx-size", str(_CONTEXT), "--parallel", "1", "--host", "127.0.0.1", "--port", str(_HTTP_PORT),
         )  # fmt: skip
+        self._listening(_HTTP_PORT, "127.0.0.1")
 
     def _start(self, index: int, *command: str | Path) -> None:
-        silent = subprocess.DEVNULL
-        self._hosts.popen(index, *command, stdin=silent, stdout=silent, stderr=silent)
+        with self._log(index).open("wb") as log:
+            self._hosts.popen(index, *command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _log(self, index: int) -> Path:
+        return self._hosts.directory(index) / "llama.cpp.log"
+
+    def _listening(self, port: int, *addresses: str) -> None:
+        """Wait until programs listen. Raises PipedecError if they do not."""
+        command = (sys.executable, "-c", _LISTENING, str(LISTEN_SECONDS), str(port), *addresses)
+        if self._hosts.run(0, *command, timeout=START_SECONDS).returncode:
+            logs = filter(Path.exists, map(self._log, range(len(self._hosts.names))))
+            raise PipedecError(f"{LLAMA_CPP} does not start: {'; '.join(log.read_text()[-_SHOWN_CHARS:] for log in logs)}")
 
     def ask(self, policy: Policy, prompts: Sequence[str], max_tokens: int) -> list[Row]:
         return [self._ask(self._prompter.token_ids(prompt, False, max_tokens), max_tokens) for prompt in prompts]
