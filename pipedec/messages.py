@@ -229,7 +229,7 @@ class RunStats(Record, frozen=True):
         rows_per_timestep: of timesteps in which rows entered.
         timestep_seconds: of timesteps of a full pipeline.
         corrupted: requests that have failed because a stage computed NaN or infinity.
-        passage: timesteps from a row's entry to its verdict, now; 0 before any was counted.
+        passage: timesteps from a row's entry to its verdict, now, of requests that keep the pipeline full.
     """
 
     kv: KVUsage

@@ -97,6 +97,11 @@ class Batch:
         """Timesteps from a row's entry at this timestep to its verdict."""
         return self._controller.passage
 
+    @property
+    def full_passage(self) -> int:
+        """As of ``Controller``."""
+        return self._controller.full_passage
+
     def fill_links(self, latency: float) -> None:
         """As of ``Controller``."""
         self._controller.fill_links(latency)

@@ -334,6 +334,11 @@ class Controller:
             self._trials.start_from(costs.speculates, costs.interval)
             self._learned_passage = costs.passage
 
+    @property
+    def full_passage(self) -> int:
+        """The passage of requests that keep the pipeline full."""
+        return self._passages.length
+
     def fill_links(self, latency: float) -> None:
         """From now on let as many timesteps be in flight as pay on links of ``latency`` seconds altogether, around the ring."""
         self._passages.fill(latency, self._learned_passage)

@@ -123,5 +123,5 @@ class RunCounters:
             prompt_rows=tally.prompt_rows, root_rows=tally.root_rows, draft_rows=tally.draft_rows, mask_rows=tally.mask_rows,
             drafts=tally.drafts, accepted_tokens=tally.accepted_tokens, accepted_per_pos=tuple(tally.accepted_per_pos),
             rows_per_timestep=self._rows.histogram(), timestep_seconds=self._seconds.histogram(), corrupted=tally.corrupted,
-            passage=batch.passage,
+            passage=batch.full_passage,
         )  # fmt: skip
