@@ -202,7 +202,7 @@ class ClusterMetrics(Collector):
         text = "Right guesses by their depth below the root that entered."
         yield self._by("position", CounterMetricFamily, prefix + "accepted_tokens_per_pos", text, positions)
         yield self._counter("vllm:corrupted_requests", "Requests for which a stage computed NaN or infinity.", stats.corrupted)
-        yield self._gauge("pipedec:passage", "Timesteps from a row's entry to its verdict, if requests keep the pipeline full.", stats.passage)
+        yield self._gauge("pipedec:passage", "Timesteps from entry to verdict in a full pipeline.", stats.passage)
         yield self._counter("pipedec:timesteps", "Timesteps of the pipeline.", stats.timesteps)
         yield self._histogram("pipedec:timestep_seconds", "Duration of a timestep.", stats.timestep_seconds)
         yield self._histogram("vllm:iteration_tokens_total", "Rows that entered in a timestep.", stats.rows_per_timestep)
