@@ -277,6 +277,7 @@ class ActivityReport(Record, frozen=True):
         seconds: how long the activity had lasted at the time of the report.
         longest_seconds: the longest of its completed timesteps.
         warmed_seconds: how long ago it last was ``warming``; None if it never was.
+        link_seconds: the latency of its link to the next rank; 0 if all ranks are on one machine.
         age_seconds: the age of the report, by Redis's clock.
     """
 
@@ -285,6 +286,7 @@ class ActivityReport(Record, frozen=True):
     seconds: float = 0.0
     longest_seconds: float = 0.0
     warmed_seconds: float | None = None
+    link_seconds: float = 0.0
     age_seconds: float = 0.0
 
     @property

@@ -28,9 +28,13 @@ class _Current(NamedTuple):
 class Activity:
     """One rank's activity, of the kinds of ``ActivityReport``: beginning one ends the other. In the first timesteps after
     ``meet_again``, computing counts as warming up.
+
+    Attributes:
+        link_seconds: the latency of this rank's link to the next one, as measured when they met; 0 if all are on one machine.
     """
 
     def __init__(self) -> None:
+        self.link_seconds = 0.0
         self._thread = threading.get_ident()
         self._unusual_timesteps = 0  # first timesteps that are still to come
         self._warmed: float | None = None  # when warming ended last
@@ -83,7 +87,7 @@ class Activity:
         """The current activity and how long it has lasted. For any thread."""
         current, warmed, now = self._now, self._warmed, time.monotonic()
         ago = None if warmed is None else now - warmed
-        return ActivityReport(current.kind, current.peer, now - current.since, self._longest_seconds, ago)
+        return ActivityReport(current.kind, current.peer, now - current.since, self._longest_seconds, ago, self.link_seconds)
 
     def interrupt(self, reason: PipedecError) -> None:
         """Make the next call that begins an activity raise ``reason``, until ``meet_again``. For any thread."""

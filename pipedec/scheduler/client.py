@@ -110,8 +110,8 @@ def options_of(url: str, reply_seconds: float) -> dict[str, Any]:
         "socket_connect_timeout": CONNECT_SECONDS,
         "socket_timeout": reply_seconds,
     }
-    if not url.startswith("unix:"):  # detect a half-open connection within about 4 seconds, as far as the system supports it
-        wanted = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}
+    if not url.startswith("unix:"):  # detect a half-open connection within about 8 seconds, as far as the system supports it
+        wanted = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 7}
         found = {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
         options |= {"socket_keepalive": True, "socket_keepalive_options": found}
     return options

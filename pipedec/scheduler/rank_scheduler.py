@@ -30,7 +30,7 @@ from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
 
-NODE_LEASE_MS = 3000  # of a supervisor
+NODE_LEASE_MS = 8000  # of a supervisor: more than a link may be silent, less than ranks wait for one another (``cluster.stalls``)
 
 
 class RankScheduler(BaseScheduler):

@@ -91,6 +91,18 @@ def test_the_circle_is_followed_by_what_lasts_longest_now_and_not_when_it_was_to
     assert find_stall(activities, 4.0) == Stall(1, 0, 4.5)
 
 
+@pytest.mark.failure_case("S10")
+def test_ranks_on_several_hosts_wait_longer_by_six_seconds_and_five_times_what_their_links_take() -> None:
+    def waiting_for(seconds: float) -> dict[int, ActivityReport]:
+        waits = {0: waiting(2, seconds - 0.2), 1: waiting(0, seconds - 0.1), 2: waiting(1, seconds)}
+        return {rank: replace(told, link_seconds=0.1) for rank, told in waits.items()}
+
+    assert find_stall(waiting_for(11.4), 4.0) is None
+    assert find_stall(waiting_for(11.6), 4.0) == Stall(2, 1, 11.6)
+    stuck = waiting_for(5.0) | {1: replace(computing(5.1), link_seconds=0.1)}
+    assert find_stall(stuck, 4.0) == Stall(1, None, 5.1), "whoever computes needs no link for it"
+
+
 def test_hosts_that_cannot_reach_each_other_are_told_and_no_process_is_blamed() -> None:
     meeting = ActivityReport("meeting", None, 3.6)
     activities = {0: meeting, 1: ActivityReport("connecting", 2, 3.4), 2: ActivityReport("connecting", 1, 3.5), 3: meeting}
