@@ -147,6 +147,7 @@ class Rank:
             backend = Choice(self._transport.backend, why)
         logger.info("connected to the other ranks over %s (%s), interface %s", backend.name, backend.why, met.interface.name)
         link = None if met.is_alone else self._transport.measured_link()
+        self._activity.link_seconds = 0.0 if link is None else link.latency_seconds
         if link is not None:
             logger.info("to rank %d: %s", self._spec.topology.following(self._place.rank), link)
         loop = self._loop = self._loop or self._load()
