@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -119,14 +120,16 @@ class EmulatedClock:
     """Adds up the duration of timesteps: rank 0's decisions, then the slowest group or rank 0, then the slowest transfers. If
     rank 0 and a stage share a device, each gets half of its time while both compute.
 
-    With a passage longer than the groups, transfers overlap with all that, and a timestep takes as long as the slowest group,
-    rank 0, or the link that is busy longest; but not less than the share of one timestep in the way around the ring, on which
-    there are as many as the passage is long.
+    With a passage longer than the groups, nothing waits for anything else at a timestep: a group computes a message when it has
+    arrived and the group is free, links carry several at once, and rank 0 waits for the result that it takes.
     """
 
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
         self._topology = topology
+        self._ready = [deque[float]() for _ in range(topology.num_groups + 1)]  # by link: when each message could leave
+        self._free = [0.0] * topology.num_groups  # when each group has computed what it has
+        self._link_free = [0.0] * (topology.num_groups + 1)  # when each link has sent all bytes that it has
         self.total_ms = 0.0
 
     def seconds(self) -> float:
@@ -143,19 +146,35 @@ class EmulatedClock:
         if delay_ms:
             forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
         busy_ms = sum(forwards) + beside_ms
-        if passage in (None, self._topology.num_groups):
+        if passage is None or passage == self._topology.num_groups:
             leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
             transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
             timestep_ms = deciding_ms + max(busy_ms, *groups_ms) + transfer_ms
         else:
-            senders = {rank: self._emulation.timing(rank) for rank in (0, *self._topology.exit_ranks)}
-            links = [(timing, load.sent.get(rank, 0)) for rank, timing in senders.items() if timing is not None]
-            occupied_ms = max([timing.occupied_ms(rows) for timing, rows in links])
-            ring_ms = deciding_ms + sum(groups_ms) + sum([timing.send_ms(rows) for timing, rows in links])
-            timestep_ms = max(deciding_ms + busy_ms, *groups_ms, occupied_ms, ring_ms / (passage or 1))
+            timestep_ms = max(deciding_ms + busy_ms, self._pass_on(load, groups_ms, deciding_ms, passage) - self.total_ms)
         self.total_ms += timestep_ms
         waiting_ms = timestep_ms - deciding_ms - busy_ms
         return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
+
+    def _pass_on(self, load: TimestepLoad, groups_ms: Sequence[float], deciding_ms: float, passage: int) -> float:
+        """Let rank 0 send a message, and every group compute one. Returns when the results that rank 0 takes have arrived."""
+        self._ready[0].append(self.total_ms + deciding_ms)
+        for group, compute_ms in reversed(list(enumerate(groups_ms))):
+            if self._ready[group]:
+                self._free[group] = max(self._arrive(group, load), self._free[group]) + compute_ms
+                self._ready[group + 1].append(self._free[group])
+        arrived = 0.0
+        while len(self._ready[-1]) > passage - self._topology.num_groups:
+            arrived = self._arrive(-1, load)
+        return arrived
+
+    def _arrive(self, link: int, load: TimestepLoad) -> float:
+        """When the next message of a link arrives, whose rows count as sent at this timestep."""
+        sender = (0, *self._topology.exit_ranks)[link]
+        timing = self._emulation.timing(sender)
+        occupied_ms = timing.occupied_ms(load.sent.get(sender, 0)) if timing else 0.0
+        self._link_free[link] = max(self._ready[link].popleft(), self._link_free[link]) + occupied_ms
+        return self._link_free[link] + (timing.send_ms(0) if timing else 0.0)
 
     def _groups_ms(self, load: TimestepLoad, drafting_ms: float) -> tuple[list[float], float]:
         """How long each group takes; and how much longer rank 0's forwards take because they share a stage's device."""

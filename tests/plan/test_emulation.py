@@ -86,19 +86,24 @@ def test_clock_takes_the_slowest_rank_and_the_busiest_link() -> None:
     assert clock.total_ms == pytest.approx(26 + 16), "the draft's forwards add up"
 
 
-def test_with_timesteps_on_links_a_link_s_latency_is_paid_once_per_passage() -> None:
-    """One row takes a stage 2 ms and a link 1 ms and its latency; the verdict takes the latency alone."""
-    slow = emulation()
-    link = replace(slow.stages[0].link, latency_us=20_000)
-    slow = replace(slow, duplex="full", stages=tuple(replace(stage, link=link) for stage in slow.stages))
+@pytest.mark.parametrize("passage", [4, 9, 128])
+def test_with_timesteps_on_links_their_latency_is_paid_once_per_passage(passage: int) -> None:
+    """One row takes a stage 10 ms and a link 1 ms and its latency; the verdict takes the latency alone."""
+    made = emulation()
+    link = replace(made.stages[0].link, latency_us=20_000)
+    slow = replace(made, duplex="full", stages=tuple(replace(stage, link=link) for stage in made.stages))
     assert slow.draft is not None
-    load = TimestepLoad(computed=dict.fromkeys((1, 2, 3), Load(1)), sent={0: 1, 1: 1, 2: 1})
-    compute_ms, send_ms, first_ms = slow.stages[0].compute_ms(Load(1)), slow.stages[0].send_ms(1), slow.draft.send_ms(1)
-    ring_ms = 3 * compute_ms + first_ms + 2 * send_ms + 20
-    for passage, expected in ((3, compute_ms + send_ms), (4, ring_ms / 4), (128, max(compute_ms, send_ms - 20, ring_ms / 128))):
-        clock = EmulatedClock(slow, Topology.even(3, 3))
-        assert clock.add(load, passage).seconds == pytest.approx(expected / 1000)
-    assert EmulatedClock(slow, Topology.even(3, 3)).add(load).seconds == pytest.approx((compute_ms + send_ms) / 1000)
+    compute_ms, send_ms = slow.stages[0].compute_ms(Load(1)), slow.stages[0].send_ms(1)
+    ring_ms = slow.draft.send_ms(0) + 3 * compute_ms + 2 * send_ms + 20
+    full, alone = (EmulatedClock(slow, Topology.even(3, 3)) for _ in range(2))
+    for _ in range(4 * passage):
+        full.add(TimestepLoad(computed=dict.fromkeys((1, 2, 3), Load(1)), sent={0: 1, 1: 1, 2: 1}), passage)
+    for timestep in range(4 * passage + 1):  # one row, which enters again when it is back
+        stage = timestep % passage + 1
+        here = {stage: Load(1)} if stage <= 3 else {}
+        alone.add(TimestepLoad(computed=here, sent={stage - 1: 1} if here else {}), passage)
+    assert alone.total_ms == pytest.approx(4 * ring_ms)
+    assert full.total_ms == pytest.approx(max(4 * ring_ms, 4 * passage * compute_ms), rel=0.25)
 
 
 def test_full_duplex_links_send_and_receive_at_the_same_time() -> None:
