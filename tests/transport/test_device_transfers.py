@@ -119,8 +119,10 @@ def nccl() -> Nccl:
 
 
 @pytest.fixture
-def pair(nccl: Nccl) -> Pair:
-    """Stages 1 and 2 with devices that share a clock, and groups that rank 0 has joined, too."""
+def pair(nccl: Nccl, request: pytest.FixtureRequest) -> Pair:
+    """Stages 1 and 2 with devices that share a clock, and groups that rank 0 has joined, too. The test's first parameter may be
+    the data type of activations on their way.
+    """
     members = dict[int, Gloo]()
 
     class Groups(ProcessGroups):
@@ -132,12 +134,12 @@ def pair(nccl: Nccl) -> Pair:
         def connect_pair(self, sender: int, device: torch.device) -> Nccl:
             return nccl
 
-    return nccl.cuda, *(joined(nccl.cuda, rank, Groups) for rank in (1, 2))
+    return nccl.cuda, *(joined(nccl.cuda, rank, Groups, getattr(request, "param", None)) for rank in (1, 2))
 
 
-def joined(cuda: FakeCuda, rank: int, groups: type[ProcessGroups]) -> TorchTransport:
+def joined(cuda: FakeCuda, rank: int, groups: type[ProcessGroups], wire_dtype: torch.dtype | None = None) -> TorchTransport:
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
-    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device, groups, DEPTH)
+    transport = TorchTransport("nccl", rank, HIDDEN_SIZE, torch.float32, CPU, device, groups, DEPTH, wire_dtype)
     transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
     assert transport.backend == "nccl"
     return transport
@@ -178,6 +180,19 @@ def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair,
     cuda.give(0.001, lambda: read.append(hidden.clone()))
     cuda.advance(1.0)
     assert torch.equal(read[1], sent.hidden)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pair", [torch.int8], indirect=True)
+def test_rounded_activations_are_those_that_were_sent_once_they_are_awaited(pair: Pair) -> None:
+    cuda, sender, receiver = pair
+    send_many(sender, 1)
+    envelope = receiver.receive_envelope(1)
+    cuda.advance(LATENCY)
+    for _ in range(2):
+        envelope.await_hidden()
+    hidden, sent = received_rows(envelope)[1], rows(3).hidden
+    assert sent is not None and hidden.dtype == sent.dtype
+    assert ((hidden - sent).abs() <= 0.501 * sent.amax(1, keepdim=True) / 127).all() and not torch.equal(hidden, sent)
 
 
 def test_activations_leave_when_they_have_been_computed(pair: Pair) -> None:
