@@ -282,19 +282,24 @@ class LlamaCppOverRpc:
 
     def _listening(self, port: int, *addresses: str) -> None:
         """Wait until programs listen. Raises PipedecError if they do not."""
-        command = (sys.executable, "-c", _LISTENING, str(LISTEN_SECONDS), str(port), *addresses)
-        if self._hosts.run(0, *command, timeout=START_SECONDS).returncode:
+        self._on_first(_LISTENING, str(LISTEN_SECONDS), str(port), *addresses)
+
+    def _on_first(self, script: str, *arguments: str, **options: Any) -> str:
+        """The output of a Python script on the first host. Raises PipedecError, with what llama.cpp has printed, if it fails."""
+        ended = self._hosts.run(0, sys.executable, "-c", script, *arguments, timeout=2 * START_SECONDS, **options)
+        if ended.returncode:
             logs = filter(Path.exists, map(self._log, range(len(self._hosts.names))))
-            raise PipedecError(f"{LLAMA_CPP} does not start: {'; '.join(log.read_text()[-_SHOWN_CHARS:] for log in logs)}")
+            printed = "; ".join(" ".join(log.read_text()[-_SHOWN_CHARS:].split()) for log in logs)
+            raise PipedecError(f"{LLAMA_CPP} does not answer, and has printed: {printed}")
+        return ended.stdout
 
     def ask(self, policy: Policy, prompts: Sequence[str], max_tokens: int) -> list[Row]:
         return [self._ask(self._prompter.token_ids(prompt, False, max_tokens), max_tokens) for prompt in prompts]
 
     def _ask(self, token_ids: Sequence[int], max_tokens: int) -> Row:
         asked = {"prompt": token_ids, "n_predict": max_tokens, "temperature": 0, "cache_prompt": False, "return_tokens": True}
-        url, text = f"http://127.0.0.1:{_HTTP_PORT}/completion", json.dumps(asked)
-        ended = self._hosts.run(0, sys.executable, "-c", _POST, url, str(START_SECONDS), input=text, timeout=2 * START_SECONDS)
-        found = json.loads(_checked(ended, LLAMA_CPP))
+        url = f"http://127.0.0.1:{_HTTP_PORT}/completion"
+        found = json.loads(self._on_first(_POST, url, str(START_SECONDS), input=json.dumps(asked)))
         timings = found["timings"]
         return {
             "tokens": timings["predicted_n"], "decode_ms": timings["predicted_ms"], "ttft_ms": timings["prompt_ms"],
