@@ -222,7 +222,7 @@ class Cluster:
         folder.mkdir()
         self._python = folder / "python"
         self._python.write_text(
-            f'#!/bin/sh\nexport PYTHONPATH="{checkout}" OMP_NUM_THREADS=1\n'
+            f'#!/bin/sh\ncd "{checkout}" && export PYTHONPATH="$PWD" OMP_NUM_THREADS=1\n'
             f'export PIPEDEC_STATE_DIR="{folder.parent.parent}/$(hostname)/{name}-state"\nexec "{sys.executable}" "$@"\n'
         )
         self._python.chmod(0o755)
