@@ -119,6 +119,11 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
+def is_public(address: str) -> bool:
+    """Whether the whole Internet can have a route to it: not within a site, a carrier's network or a VPN."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_global
+
+
 def measured_offset_us(their_clock_us: Callable[[], int]) -> int:
     """The clock of another machine minus this one's, in µs, from the fastest of several round trips, which is the most precise.
     ``their_clock_us`` asks the other machine for its time, in µs since the epoch.

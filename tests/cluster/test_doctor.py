@@ -99,6 +99,10 @@ def test_a_healthy_host_has_no_problem_and_no_note() -> None:
         ("network.is_in_file", False, "host name", "problem", "alpha, not alpha ssh: hostname: alpha"),
         ("network.is_in_file", None, "host name", "note", "set hostname: alpha"),
         ("network.address", None, "address", "problem", "only loopback connect the host"),
+        ("network.address", "100.64.0.7", "address", "ok", "100.64.0.7"),
+        ("network.address", "fd00::7", "address", "ok", "fd00::7"),
+        ("network.address", "9.9.9.9", "address", "note", "public WireGuard not encrypted"),
+        ("network.address", "2a01:4f8::1%eth0", "address", "note", "public WireGuard"),
         ("network.port", None, "ports", "problem", "no TCP port"),
         ("free_shared_memory_bytes", 64 << 20, "shared memory", "problem", "0.1 GiB too little --shm-size"),
         ("shared_memory_bytes", None, "shared memory", "note", "no /dev/shm"),
@@ -445,6 +449,15 @@ def test_loopback_is_measured(listener: socket.socket, monkeypatch: pytest.Monke
     assert measure("127.0.0.1", port).error == "connection refused"
 
 
+def test_a_long_link_is_measured_with_fewer_round_trips(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many would take longer than a whole measurement may."""
+    monkeypatch.setattr(links, "SEND_SECONDS", 0.1)
+    monkeypatch.setattr(links, "TIMING_SECONDS", 0.01)
+    monkeypatch.setattr(links, "ROUND_TRIPS", 2**31)
+    LinkServer(listener)
+    assert measure("127.0.0.1", listener.getsockname()[1]).error is None
+
+
 def test_a_host_that_says_nothing_is_given_up(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SESSION_SECONDS", 0.2)
     assert measure("127.0.0.1", listener.getsockname()[1]).error == "not measured within 0 s"
@@ -479,6 +492,7 @@ def test_a_peer_that_speaks_something_else_is_left_alone(listener: socket.socket
             "set interface: ib0 of this (40 Gbit/s)",
         ),
         (MeasuredLink(9.4, 700), FACTS, "given as 50 µs latency_us: 700"),
+        (MeasuredLink(9.4, 40_123.4), FACTS, "40.1 ms several timesteps latency_us: 40123"),
         (MeasuredLink(error="connection refused"), FACTS, "connection refused run the doctor again"),
     ],
 )
@@ -502,6 +516,15 @@ def test_the_slowest_link_counts_and_hosts_without_links_say_so() -> None:
     (finding,) = link_findings(GIVEN, FACTS, {})
     assert finding.level == "ok" and "not measured" in finding.value
     assert link_findings(GIVEN, FACTS, None) == []
+
+
+@pytest.mark.parametrize(("starts_slowly", "advised"), [(True, True), (False, False), (None, False)])
+def test_slow_starts_after_pauses_matter_on_long_links_only(starts_slowly: bool | None, advised: bool) -> None:
+    facts = replace(FACTS, slow_start_after_idle=starts_slowly)
+    (near,) = link_findings(GIVEN, facts, {"beta": MeasuredLink(9.4, 45)})
+    (far,) = link_findings({"beta": replace(GIVEN["beta"], latency_us=40_000)}, facts, {"beta": MeasuredLink(9.4, 40_000)})
+    assert near.mend is None and "in flight" not in near.value
+    assert ("tcp_slow_start_after_idle=0" in str(far.mend), far.level) == ((True, "note") if advised else (False, "ok"))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from pipedec.cluster.doctor.findings import Finding, gb, gib, note, ok, problem
 from pipedec.cluster.doctor.gpus import gpu_findings
 from pipedec.cluster.doctor.links import LinkServer
 from pipedec.cluster.doctor.needs import HostNeeds
-from pipedec.cluster.network import can_connect, is_loopback
+from pipedec.cluster.network import can_connect, is_loopback, is_public
 
 FEWEST_FILES = 256  # a rank opens some dozens, and a node those of its ranks
 NCCL_SHARED_MEMORY_BYTES = 1 << 30  # Docker's default (64 MiB) is too little for NCCL
@@ -135,6 +135,9 @@ def _network(facts: NetworkFacts, questions: Questions) -> list[Finding]:
         port = problem("ports", "no TCP port can be opened", "let pipedec listen on TCP ports: check limits and security modules")
     if facts.address is not None:
         address = ok("address", f"{facts.address} on {facts.interface}")
+        if questions.peers and is_public(facts.address):
+            mend = "join the hosts by a VPN such as WireGuard and set interface: to it in the file: transfers are not encrypted"
+            address = note("address", f"{address.value}: public", mend)
     elif questions.server is not None and questions.server.interface is not None:
         mend = f"set interface: in the file to one of {', '.join(sorted(facts.interfaces))}"
         address = problem("address", f"no interface {questions.server.interface}", mend)

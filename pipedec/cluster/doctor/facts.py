@@ -45,6 +45,7 @@ from pipedec.scheduler.client import address_of, translated_errors
 from pipedec.scheduler.server import find_server_binary, server_version
 
 ANYWHERE = "192.0.2.1"  # an address for documentation: no host has it, and only a default route leads there
+SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 SAMPLES = 16  # pieces of a file that stand for all of it
 SAMPLE_BYTES = 1 << 16
 
@@ -73,6 +74,7 @@ class NetworkFacts:
     interface: str | None  # the interface of ``address``
     port: int | None  # a TCP port that could be opened on all addresses; None if none could
     speeds_mbps: Mapping[str, int] = field(default_factory=dict)  # negotiated by interfaces, in Mbit/s, where that is known
+    slow_start_after_idle: bool | None = None  # whether TCP starts slowly again after a pause; None if unknown
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,9 @@ def _network(questions: Questions, port: int | None) -> NetworkFacts:
     else:  # of the route to another host, else to anywhere, else any but loopback
         towards = [routed_address(peer) for peer in (*questions.peers, ANYWHERE)]
         address = next((found for found in (*towards, *own.values()) if found and not is_loopback(found)), None)
-    name = socket.gethostname()
+    name, slow_start = socket.gethostname(), None
+    with suppress(OSError):  # not Linux
+        slow_start = SLOW_START.read_text().strip() != "0"
     return NetworkFacts(
         host_name=name,
         is_in_file=is_this_host(questions.server) if questions.server else None,
@@ -190,6 +194,7 @@ def _network(questions: Questions, port: int | None) -> NetworkFacts:
         address=address,
         interface=interface_of(address) if address else None,
         port=port,
+        slow_start_after_idle=slow_start,
         speeds_mbps={interface: found.speed for interface, found in psutil.net_if_stats().items() if found.speed > 0},
     )
 

@@ -1,7 +1,8 @@
 """The speed of the network between two hosts, measured by plain TCP (one host serves, the other one measures), and its finding.
 
 The client sends a head, then messages that the server sends back, then as much as it can for some time; the server answers with
-the number of bytes that have arrived and the nanoseconds that this took. Everything has a deadline.
+the number of bytes that have arrived and the nanoseconds that this took. Neither counts while TCP starts slowly. Everything has a
+deadline.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from pipedec.cluster.doctor.findings import Finding, note, ok
 from pipedec.core import PipedecError
 from pipedec.hardware import LinkSpec
 
-ROUND_TRIPS = 100
-SEND_SECONDS = 1.0
+ROUND_TRIPS = 100  # at most
+TIMING_SECONDS = 1.0  # after which no further round trip begins
+SEND_SECONDS = 1.0  # that count
+START_ROUND_TRIPS = 10  # before: until TCP uses all of a long link
 STREAMS = 4  # a single connection may be limited by a processor before the network is
 SESSION_SECONDS = 15.0  # for a whole measurement, both sides
 MESSAGE_BYTES = 64
-BUFFER_BYTES = 1 << 18  # of a connection: may still be on the way when the time is over
 SLOWEST_SHARE = 0.8  # of the configured bandwidth; headers and pauses take the rest
 SLOWEST_TIMES = 2.0  # the configured latency, plus
 SPARE_US = 100.0  # for the interpreter on a busy host
-_HEAD = struct.Struct("!8sI")  # and the number of messages
+LONG_US = 2000.0  # from this latency on a link is no longer within a site
+_HEAD = struct.Struct("!8sIQ")  # the number of messages, and the nanoseconds of what follows that do not count
 _RESULT = struct.Struct("!QQ")  # bytes, nanoseconds
-_MAGIC = b"pdlinks1"
+_MAGIC = b"pdlinks2"
 _CHUNK = bytes(1 << 18)
 _IN_FILE = "in the file, or in its links: for this pair of hosts, so that the plan is right"
 
@@ -68,32 +71,36 @@ class LinkServer:
 
 
 def measure(address: str, port: int) -> MeasuredLink:
-    """Measure the link to the ``LinkServer`` at this address. Takes ``SEND_SECONDS``, at most ``SESSION_SECONDS``."""
+    """Measure the link to the ``LinkServer`` at this address. Takes some seconds, at most ``SESSION_SECONDS``."""
     deadline = time.monotonic() + SESSION_SECONDS
     try:
         with _connected(address, port, deadline) as connection:
-            connection.sendall(_HEAD.pack(_MAGIC, ROUND_TRIPS))
-            round_trips = []
-            for _ in range(ROUND_TRIPS):
+            connection.sendall(_HEAD.pack(_MAGIC, ROUND_TRIPS, 0))
+            round_trips: list[float] = []
+            while len(round_trips) < ROUND_TRIPS and sum(round_trips) <= TIMING_SECONDS:
                 began = time.perf_counter()
                 connection.sendall(_CHUNK[:MESSAGE_BYTES])
                 _receive(connection, MESSAGE_BYTES, deadline)
                 round_trips.append(time.perf_counter() - began)
+        round_trip = median(round_trips)
         with ThreadPoolExecutor(STREAMS) as pool:
-            started = time.monotonic()
-            results = list(pool.map(lambda _: _send(address, port, started + SEND_SECONDS, deadline), range(STREAMS)))
+            start_seconds = START_ROUND_TRIPS * round_trip
+            until = time.monotonic() + start_seconds + SEND_SECONDS
+            results = list(pool.map(lambda _: _send(address, port, start_seconds, until, deadline), range(STREAMS)))
     except TimeoutError:
         return MeasuredLink(error=f"not measured within {SESSION_SECONDS:.0f} s")
     except (OSError, PipedecError) as error:
         return MeasuredLink(error=str(getattr(error, "strerror", None) or error).lower())
     seconds = max(nanoseconds for _, nanoseconds in results) / 1e9
-    return MeasuredLink(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, median(round_trips) / 2 * 1e6)
+    return MeasuredLink(8e-9 * sum(num_bytes for num_bytes, _ in results) / seconds, round_trip / 2 * 1e6)
 
 
-def _send(address: str, port: int, until: float, deadline: float) -> tuple[int, int]:
-    """Send as much as possible until then. Returns the bytes that the other side received, and its nanoseconds for them."""
+def _send(address: str, port: int, start_seconds: float, until: float, deadline: float) -> tuple[int, int]:
+    """Send as much as possible until then. Returns the bytes that the other side received after ``start_seconds``, and its
+    nanoseconds for them.
+    """
     with _connected(address, port, deadline) as connection:
-        connection.sendall(_HEAD.pack(_MAGIC, 0))
+        connection.sendall(_HEAD.pack(_MAGIC, 0, round(1e9 * start_seconds)))
         while time.monotonic() < until:
             connection.sendall(_CHUNK)
         connection.shutdown(socket.SHUT_WR)
@@ -106,16 +113,16 @@ def _serve(connection: socket.socket) -> None:
     deadline = time.monotonic() + SESSION_SECONDS
     with suppress(OSError, PipedecError), connection:
         _prepare(connection, deadline)
-        magic, messages = _HEAD.unpack(_receive(connection, _HEAD.size, deadline))
+        magic, messages, start_ns = _HEAD.unpack(_receive(connection, _HEAD.size, deadline))
         if magic != _MAGIC:
             return
         for _ in range(min(messages, ROUND_TRIPS)):
             connection.sendall(_receive(connection, MESSAGE_BYTES, deadline))
-        buffer, num_bytes, started, ended = bytearray(len(_CHUNK)), 0, 0, 0
+        buffer, num_bytes = bytearray(len(_CHUNK)), 0
+        started = ended = time.perf_counter_ns() + start_ns
         while count := _within(connection, deadline).recv_into(buffer):  # until the other side has sent all
-            ended = time.perf_counter_ns()
-            started = started or ended
-            num_bytes += count
+            if (now := time.perf_counter_ns()) > started:
+                ended, num_bytes = now, num_bytes + count
         connection.sendall(_RESULT.pack(num_bytes, ended - started))
 
 
@@ -143,7 +150,6 @@ def _connected(address: str, port: int, deadline: float) -> socket.socket:
 
 def _prepare(connection: socket.socket, deadline: float) -> socket.socket:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     return connection
 
@@ -154,7 +160,7 @@ def link_findings(given: Mapping[str, LinkSpec], facts: NetworkFacts, links: Map
     """
     if not links:
         return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
-    shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {link.latency_us:.0f} µs" for host, link in links.items()}
+    shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {_duration(link.latency_us)}" for host, link in links.items()}
     value = "; ".join(f"to {host}: {text}" for host, text in shown.items())
     done = {host: link for host, link in links.items() if link.error is None}
     mends = []
@@ -174,6 +180,10 @@ def link_findings(given: Mapping[str, LinkSpec], facts: NetworkFacts, links: Map
             mends.append(f"{bandwidth}, and {facts.interface} has negotiated {own:g}: {faster}")
         else:
             mends.append(f"{bandwidth}, and {facts.interface} has negotiated {own:g}: see cable and switch, or {mend}")
+    if any(link.latency_us > LONG_US for link in done.values()):
+        value += "; several timesteps will be in flight"
+        if facts.slow_start_after_idle:
+            mends.append("sysctl -w net.ipv4.tcp_slow_start_after_idle=0, so that TCP does not start slowly after every pause")
     latencies = [(link.latency_us, given[host].latency_us) for host, link in done.items()]
     if late := [(measured, wanted) for measured, wanted in latencies if measured > SLOWEST_TIMES * wanted + SPARE_US]:
         latest, wanted = max(late)
@@ -182,6 +192,10 @@ def link_findings(given: Mapping[str, LinkSpec], facts: NetworkFacts, links: Map
             f"latency_us: {_rounded(latest)} {_IN_FILE}"
         )
     return [note("links", value, "; ".join(mends)) if mends else ok("links", value)]
+
+
+def _duration(microseconds: float) -> str:
+    return f"{microseconds:.0f} µs" if microseconds < 1000 else f"{microseconds / 1000:.3g} ms"
 
 
 def _rounded(value: float) -> str:
