@@ -150,6 +150,21 @@ def test_a_launched_cluster_answers_every_host_as_one_process_does(
     assert cluster.password not in logs and "Traceback" not in logs
 
 
+def test_ranks_measure_how_far_apart_their_hosts_are(slow_hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
+    cluster = Cluster(slow_hosts3, pair, tmp_path)
+    slow_hosts3.link(0, 1, delay_ms=60)
+    slow_hosts3.link(0, 2, delay_ms=30)
+    try:
+        with cluster.up():
+            shown = cluster.cli(0, "status").stderr
+    finally:
+        slow_hosts3.link(0, 1, delay_ms=0)
+        slow_hosts3.link(0, 2, delay_ms=0)
+    found = re.findall(r"rank \d to rank \d: ([\d.]+) ms, at least [\d,]+ Mbit/s", shown)
+    first, second, third, fourth, last = map(float, found)
+    assert second >= 60 > last >= 30 > max(first, third, fourth), shown
+
+
 @pytest.mark.failure_case("M7")
 def test_a_foreign_checkpoint_on_one_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
     other = Path(shutil.copytree(cluster.pair.target, tmp_path / "other"))
