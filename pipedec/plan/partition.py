@@ -15,7 +15,7 @@ from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Cut
 from pipedec.core import DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE, ROW_ID_BYTES, Load, UserError
 from pipedec.families import checkpoint_dtype, model_by_name
-from pipedec.hardware import CAPTURED_ROWS, DEVICES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
+from pipedec.hardware import CAPTURED_ROWS, DEVICES, DTYPE_BYTES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.curves import SizeCurve, timesteps_per_token
@@ -291,11 +291,12 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
         draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, entry, ROW_ID_BYTES, is_last=True)
     layers, problems = _split(costs, cut, places, draft)
     topology, receivers = Topology.even(cut.stages, cut.num_groups), [*(place.host for place in places[1:]), found.host]
-    row_bytes = ROW_ID_BYTES + target.hidden_size * weights.element_bytes
+    is_rounded = settings.cluster.wire_dtype == "int8"  # to bytes and a scale for each row
+    row_bytes = target.hidden_size + DTYPE_BYTES["float32"] if is_rounded else target.hidden_size * weights.element_bytes
     stages = tuple(
         _plan_rank(
             costs, rank, place, topology.group_of(rank) + 1, own, config.network.link(place.host, receiver),
-            row_bytes if rank < cut.stages else 0, is_last=rank == cut.stages,
+            ROW_ID_BYTES + row_bytes if rank < cut.stages else 0, is_last=rank == cut.stages,
         )
         for rank, (place, receiver, own) in enumerate(zip(places, receivers, layers, strict=True), start=1)
     )  # fmt: skip

@@ -25,7 +25,7 @@ from pipedec.plan.draft_size import DraftSizing
 from pipedec.plan.partition import Measured, Plan, delay_by_sharing_ms, plan, room_of
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
 from pipedec.plan.table import plan_table
-from pipedec.transport.wire import message_bytes
+from pipedec.transport.wire import RowFormat, message_bytes
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
 
@@ -187,6 +187,8 @@ def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> N
     assert planned.draft.timing.row_bytes == message_bytes(1, 0, torch.float32)
     assert planned.stages[0].timing.row_bytes == message_bytes(1, 8192, torch.float32)
     assert planned.stages[-1].timing.row_bytes == 0
+    rounded = plan(paper.for_partition("paper-14", {"wire_dtype": "int8"}))
+    assert rounded.stages[0].timing.row_bytes == RowFormat(8192, torch.float32, torch.int8).row_bytes
     assert planned.stages[6].transfer_ms == pytest.approx(0.05 + 32 * (3 * 8 + 8192 * 4) * 8 / 10e9 * 1000)
 
 
