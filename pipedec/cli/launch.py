@@ -207,6 +207,10 @@ def plan(
     timestep_ms: Annotated[
         Milliseconds, Help("Measured time of a timestep of the default method without links: the least that it takes.", "MS")
     ] = None,
+    timesteps: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Help("Measured timesteps of a token of the default method there (default: an estimate).", "X"),
+    ] = None,
 ) -> None:
     """Print the layers, memory and expected time of every rank, and the expected time per token.
 
@@ -218,7 +222,7 @@ def plan(
         parts = host_parts(config, spare_places(config))
         page.print(files_table(parts.keys(), needed_files(parts)))
         return
-    made = make_plan(load_cluster(file), partition, Measured(pass_ms, timestep_ms))
+    made = make_plan(load_cluster(file), partition, Measured(pass_ms, timestep_ms, timesteps))
     page.print(plan_table(made, draft_top1))
     if made.problems:
         raise PipedecError("it does not fit: " + "; ".join(made.problems))

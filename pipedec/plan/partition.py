@@ -99,10 +99,12 @@ class Measured:
     Attributes:
         pass_ms: of one row through all stages, a token of ``pp``. The draft differs from its data sheet as they do.
         timestep_ms: of the default method, the least that it takes.
+        timesteps_per_token: of the default method, with as many timesteps in flight as there are groups.
     """
 
     pass_ms: float | None = None
     timestep_ms: float | None = None
+    timesteps_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Plan:
     kv: KVBudget
     problems: tuple[str, ...]  # why the plan cannot run, in whole sentences; empty if it can
     listed_us: float | None = None  # as of ``Places``
-    least_ms: float = 0.0  # of a timestep in which the default method drafts, if that was measured
+    measured: Measured = Measured()
 
     @property
     def num_groups(self) -> int:
@@ -160,15 +162,25 @@ class Plan:
 
     def timestep_drafting(self, drafting_ms: float) -> float:
         """A timestep with as many rows as there is room for, in which the draft's forwards take so long."""
-        return self._timestep_ms(Load(self.room), max(drafting_ms, self.least_ms))
+        return self._timestep_ms(Load(self.room), max(drafting_ms, self.measured.timestep_ms or 0.0))
 
     def pace(self, top1: float, forward_ms: float) -> Pace:
         """The default method with a draft of this accuracy and so long a forward, and as many of them as make a token fastest."""
+        more = self._timesteps_more_than_estimated(top1, forward_ms)
         paces = (
-            Pace(forwards, timesteps_per_token(top1, forwards, self.passage), self.timestep_drafting(forwards * forward_ms))
-            for forwards in range(1, MAX_FORWARDS + 1)
-        )
+            Pace(
+                forwards, more * timesteps_per_token(top1, forwards, self.passage), self.timestep_drafting(forwards * forward_ms)
+            ) for forwards in range(1, MAX_FORWARDS + 1)
+        )  # fmt: skip
         return min(paces, key=lambda pace: pace.ms_per_token)
+
+    def _timesteps_more_than_estimated(self, top1: float, forward_ms: float) -> float:
+        """The measured timesteps of a token, in which as many forwards fitted, by the estimated ones; 1 without a measurement."""
+        if self.measured.timesteps_per_token is None:
+            return 1.0
+        timestep_ms = self.measured.timestep_ms or replace(self, passage=self.num_groups).timestep_drafting(0.0)
+        fitted = MAX_FORWARDS if forward_ms == 0 else min(max(int(timestep_ms / forward_ms), 1), MAX_FORWARDS)
+        return self.measured.timesteps_per_token / timesteps_per_token(top1, fitted, self.num_groups)
 
     def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
         """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
@@ -323,7 +335,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
         problems = problems or [str(error)]
     return Plan(
         name, config.target, weights, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex, passage, kv,
-        tuple(problems), found.listed_us, measured.timestep_ms or 0.0,
+        tuple(problems), found.listed_us, measured,
     )  # fmt: skip
 
 
