@@ -174,11 +174,19 @@ def test_measured_times_take_the_place_of_data_sheets() -> None:
     assert measured.tpot_ms(0) - by_sheets.tpot_ms(0) == pytest.approx(2400 - computing[0])
     assert measured.knee == by_sheets.knee and measured.passage < by_sheets.passage
     assert measured.timestep_drafting(0) >= 1300 > measured.timestep_with(measured.room)
-    text = (
-        CliRunner().invoke(command, [str(PAPER), "--partition", "paper-14", "--pass-ms", "1000", "--timestep-ms", "4000"]).output
-    )
+    given = ["--pass-ms", "1000", "--timestep-ms", "4000", "--timesteps", "1.25"]
+    text = CliRunner().invoke(command, [str(PAPER), "--partition", "paper-14", *given]).output
     assert re.search(r"100\d\.\d ms   per token, without speculation", text)
-    assert re.search(r"the plan's .* \d{4}\.\d\n", text), "a token takes longer than a timestep of four seconds"
+    assert re.search(r"the plan's .* 1\.25 +5\d{3}\.\d\n", text), "1.25 timesteps of four seconds and their links"
+
+
+def test_more_timesteps_in_flight_take_more_of_them_by_a_token_than_were_measured() -> None:
+    """Twice as many in flight, nearly twice as many by a token: most are lost with misses."""
+    paces = [
+        plan(over_links(40, passage=passage), measured=Measured(24.0, 13.0, 0.5)).pace(0.8, 1.5).timesteps_per_token
+        for passage in (3, 6, 12)
+    ]
+    assert paces == pytest.approx([0.5, 0.95, 1.85], rel=0.05)
 
 
 def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> None:
