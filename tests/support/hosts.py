@@ -8,7 +8,6 @@ them: each host's own to 127.0.1.1.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -174,20 +173,6 @@ class Hosts:
     def deafen(self, index: int, source: int) -> None:
         """Let nothing from host ``source`` arrive on a host any more; the other direction still works."""
         self._filter(index, 1, "u32", "match", "ip", "src", f"{self.address(source)}/32", *DROP)
-
-    def lose_packets(self, index: int) -> None:
-        """Lose one in 32 of the packets that arrive at a host: those with certain numbers (IP identification).
-
-        0 is not one of them: every SYN-ACK has it, and a host that never sees one cannot connect to anybody.
-        """
-        self._filter(index, 1, "u32", "match", "u16", "0x0001", "0x001f", "at", "4", *DROP)
-
-    def num_lost(self, index: int) -> int:
-        """Packets that ``lose_packets`` has kept from a host."""
-        command = ("tc", "-s", "-json", "filter", "show", "dev", "eth0", "parent", "ffff:")
-        filters = json.loads(self.run(index, *command, check=True).stdout)
-        actions = [action for one in filters for action in one.get("options", {}).get("actions", [])]
-        return sum(action["stats"]["packets"] for action in actions)
 
     def slow_down(self, index: int, megabits: int) -> None:
         """Let a host send no more than this per second."""
