@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipedec.core import SLOW_SECONDS
 from pipedec.messages import ActivityReport
 from pipedec.topology import rank_name
 
@@ -59,9 +60,9 @@ def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -
     Ranks wait for each other, so nearly all stand still when one does: the search follows each waiting rank to the one for which
     it waits, up to one that does not wait itself. Where they wait in a circle, a message to the one that has waited longest was
     lost. Ranks that have computed long timesteps before have more time. So has a rank that computes something for the first
-    time, and every rank that waits for it: waiting times count from the last time that any rank did so. Between several hosts,
-    ranks wait longer, by what links take. A rank whose last report is too old to show that it waits, too, is not blamed before
-    its next one (reports may be a second old).
+    time, and every rank that waits for it: waiting times count from the last time that any rank did so. On slow
+    links ranks wait longer, by what these take. A rank whose last report is too old to show that it waits, too, is not blamed
+    before its next one (reports may be a second old).
     """
     reports = activities.items()
     if apart := [rank for rank, report in reports if report.kind == "connecting" and report.seconds > _APART_SECONDS]:
@@ -79,7 +80,7 @@ def find_stall(activities: Mapping[int, ActivityReport], stall_seconds: float) -
     since_warming = min(warmed, default=math.inf)  # how long ago a rank last computed something for the first time
     waited = {rank: min(report.seconds, since_warming) for rank, report in reports if report.kind == "waiting"}
     limit = max(stall_seconds, _TIMESTEPS * sum(report.longest_seconds for _, report in reports))
-    if latency := sum(report.link_seconds for _, report in reports):
+    if (latency := sum(report.link_seconds for _, report in reports)) > SLOW_SECONDS:
         limit += _AWAY_SECONDS + _RINGS * latency
     peers = {rank: activities[rank].peer for rank, seconds in waited.items() if seconds > limit / 2}
     warming_told = max((report.age_seconds for _, report in reports if report.kind == "warming"), default=0.0)

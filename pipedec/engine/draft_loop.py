@@ -13,7 +13,7 @@ from dataclasses import replace
 from threading import Thread
 from typing import Protocol
 
-from pipedec.core import MAX_NUM_SEQS, UserError
+from pipedec.core import MAX_NUM_SEQS, SLOW_SECONDS, UserError
 from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
 from pipedec.engine.counters import Counters, RunCounters
@@ -34,7 +34,6 @@ MAX_ATTEMPTS = 3  # epochs that may end while a request is running, without a ne
 MAX_LOSSES = 5  # the same with new tokens
 SUSPECTED = 2  # of these, after which the request is served alone
 TRIAL_TOKENS = 64  # with which a request passes its trial
-SLOW_SECONDS = 0.005  # of all links together, from rank 0 through the stages and back
 LONGER = 16  # times as long windows on slow links
 _STATS_SECONDS = 1.0  # between two publications of the counters
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import redis
 
+from pipedec.core import SLOW_SECONDS
 from pipedec.messages import ActivityReport, Event, Recovery, RunDescription, RunStats, StageStats, to_json
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
@@ -30,7 +31,8 @@ from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json
 
-NODE_LEASE_MS = 8000  # of a supervisor: more than a link may be silent, less than ranks wait for one another (``cluster.stalls``)
+NODE_LEASE_MS = 3000  # of a supervisor
+SLOW_NODE_LEASE_MS = 8000  # on slow links: more than one may be silent, less than ranks wait for one another (``cluster.stalls``)
 
 
 class RankScheduler(BaseScheduler):
@@ -288,6 +290,8 @@ def _encode(planned: Sequence[Planned]) -> str:
 class SupervisorScheduler(BaseScheduler):
     """The scheduler for a supervisor, which claims the name of a run, and starts and replaces its ranks."""
 
+    _lease_ms = NODE_LEASE_MS
+
     def supervise(self, node: str, ranks: Sequence[int] = ()) -> Supervision:
         """For the supervisor ``node`` of a host, in one round trip: the state for its decisions. Renews its lease, and registers
         the ``ranks`` that run on this host as its own, unless another host has them.
@@ -295,16 +299,19 @@ class SupervisorScheduler(BaseScheduler):
         keys = self.keys
         names = [keys.run, keys.members, keys.doing, keys.suspects, keys.ends, keys.places]
         names += [keys.recoveries, keys.nodes, keys.node(node), *map(keys.alive, self.topology.ranks)]
-        about = [KEY_SECONDS, node, NODE_LEASE_MS, keys.node_prefix, json.dumps(list(ranks))]
+        about = [KEY_SECONDS, node, self._lease_ms, keys.node_prefix, json.dumps(list(ranks))]
         reply = self._run_script("supervise", names, about)
         (failure, state, epoch, tried), alive, expired, doing, suspects, ends, places, recoveries, lost, now_us = reply
+        activities = {rank: activity_of(text, int(now_us)) for rank, text in _by_rank(doing).items()}
+        is_slow = sum(one.link_seconds for one in activities.values()) > SLOW_SECONDS
+        self._lease_ms = SLOW_NODE_LEASE_MS if is_slow else NODE_LEASE_MS
         return Supervision(
             epoch=None if epoch is None else int(epoch),
             state=state.decode() if state is not None else "gone",
             failure=failure.decode() if failure is not None else None,
             members=tuple(sorted([*alive, *expired])),
             expired=tuple(sorted(expired)),
-            activities={rank: activity_of(text, int(now_us)) for rank, text in _by_rank(doing).items()},
+            activities=activities,
             suspects=_by_rank(suspects),
             ends=_by_rank(ends),
             places=_by_rank(places),
