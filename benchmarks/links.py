@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import cycle, islice, product
-from math import ceil, floor, isfinite, isnan, log2, nan
+from math import ceil, floor, isfinite, log2, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -471,18 +471,15 @@ def _measured(kind: str, name: str, requests: int, turns: Sequence[Row], expecte
 
 
 PP_OVER_RING = "pp: time / (ring + compute)"
-Planned = Callable[[Point, float, float], tuple[float, float]]  # see ``planned_ms``
+Planned = Callable[[Point, MeasuredTimes], tuple[float, float]]  # see ``planned_ms``
 
 
-def planned_ms(models: Mapping[str, str], point: Point, pass_ms: float, timestep_ms: float) -> tuple[float, float]:
-    """Milliseconds per token of ``pp`` and of the default method, as planned for links like this.
-
-    ``pass_ms`` and ``timestep_ms`` are those that ``pipedec plan`` takes: measured without delay.
-    """
+def planned_ms(models: Mapping[str, str], point: Point, still: MeasuredTimes) -> tuple[float, float]:
+    """Milliseconds per token of ``pp`` and of the default method, as planned for links like this from times without delay."""
     network = {"latency_us": 1000 * point.delay_ms, "bandwidth_gbps": point.rate_mbit / 1000}
     given = {} if point.passage in (None, AUTO) else {"passage": int(point.passage)}
     document = {**_document([f"host-{number}" for number in range(point.hosts)], models), **given, "network": network}
-    made = plan(cluster_from(document), measured=MeasuredTimes(pass_ms, timestep_ms))
+    made = plan(cluster_from(document), measured=still)
     return made.tpot_ms(0), nan if made.draft is None else DraftSizing(made).present.pace.ms_per_token
 
 
@@ -496,8 +493,10 @@ def ratios(points: Mapping[Point, Sequence[Measured]], planned: Planned | None =
         still = points.get(replace(point, delay_ms=0.0), ())
         default, plain = _speed(here, METHOD, DEFAULT_METHOD), _speed(here, METHOD, "pp")
         pass_ms = 1000 / _speed(still, METHOD, "pp")
-        timestep_ms = next((1000 / one.tokens_per_s / one.timesteps for one in still if one.name == DEFAULT_METHOD), nan)
-        plans = (nan, nan) if planned is None or isnan(pass_ms + timestep_ms) else planned(point, pass_ms, timestep_ms)
+        alone = next((one for one in still if one.name == DEFAULT_METHOD and one.requests == 1), None)
+        plans = (nan, nan)
+        if planned is not None and alone is not None and isfinite(pass_ms):
+            plans = planned(point, MeasuredTimes(pass_ms, 1000 / alone.tokens_per_s / alone.timesteps, alone.timesteps))
         found[point] = {
             PP_OVER_RING: 1000 / plain / (point.ring_ms + pass_ms),
             "pp: time / planned": 1000 / plain / plans[0],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from benchmarks.links import (
     speeds_table,
 )
 from pipedec.bench.record import Row
+from pipedec.plan.partition import Measured as MeasuredTimes
 
 PROMPTS = ["one", "two"]
 CONFIG = LinksConfig(
@@ -96,9 +97,9 @@ def test_ratios_follow_from_the_rows(tmp_path: Path) -> None:
     still, slow = points
     assert (still.ring_ms, slow.ring_ms) == (0, 120)
 
-    def planned(point: Point, pass_ms: float, timestep_ms: float) -> tuple[float, float]:
-        assert (pass_ms, timestep_ms) == pytest.approx((30, 10 / 1.4))
-        return point.ring_ms + pass_ms, 50
+    def planned(point: Point, times: MeasuredTimes) -> tuple[float, float]:
+        assert astuple(times) == pytest.approx((30, 10 / 1.4, 1.4))
+        return point.ring_ms + 30, 50
 
     assert ratios(points, planned)[slow] == pytest.approx({
         PP_OVER_RING: 165 / (120 + 30), "pp: time / planned": 165 / 150, "default: time / planned": 40 / 50,
@@ -115,9 +116,10 @@ def test_ratios_follow_from_the_rows(tmp_path: Path) -> None:
 
 def test_plans_know_the_links(pair: Pair) -> None:
     models = {"target": str(pair.target), "draft": str(pair.draft)}
-    pp, default = planned_ms(models, Point(3, 40.0, 100.0, "auto"), 30.0, 10.0)
+    times = MeasuredTimes(30.0, 10.0, 0.5)
+    pp, default = planned_ms(models, Point(3, 40.0, 100.0, "auto"), times)
     assert 150 < pp < 160 and default < pp
-    assert planned_ms(models, Point(3, 40.0, 100.0, "9"), 30.0, 10.0)[1] != default
+    assert planned_ms(models, Point(3, 40.0, 100.0, "9"), times)[1] != default
 
 
 def test_a_disturbed_turn_does_not_count(tmp_path: Path) -> None:
