@@ -96,6 +96,13 @@ def test_a_partition_may_have_models_and_limits_of_its_own(tmp_path: Path) -> No
     assert (other.target, other.draft, other.settings.numbers.dtype, other.partition) == ("llama-3.1-8b", "none", "auto", "other")
 
 
+def test_a_passage_is_compared_with_the_groups_of_each_partition(tmp_path: Path) -> None:
+    text = "passage: 3\n" + GOOD.replace("stages: 4", "stages: 3")
+    assert load(tmp_path, text).partitions["small"].settings.passage == 3
+    text = text.replace("stages: 3", "stages: 4")
+    assert message(tmp_path, text).startswith("cluster.yaml: partitions.small.passage: rows take 4 timesteps")
+
+
 def test_a_configuration_survives_the_way_to_another_host(tmp_path: Path) -> None:
     text = GOOD.replace("alpha,", "alpha, ssh: me@10.0.0.1, hostname: n1, interface: eth0, python: /bin/py, environment: {A: b},")
     text = text.replace("partitions:", "  - {host: beta, devices: {cpu: 1}}\npartitions:")

@@ -346,9 +346,9 @@ def cluster_to_json(config: ClusterConfig) -> str:
     return json.encode({**dict(config.settings.items()), **own, "partitions": partitions}).decode()
 
 
-# What cluster.yaml sets differently: models are named there, and a plan reserves KV caches of max_model_len tokens.
+# What cluster.yaml sets differently: models and stages are named there, and a plan reserves KV caches of max_model_len tokens.
 PLANNED_MODEL_LEN = 4096
-_DEFAULTS = Settings().replaced(draft=NONE, bita=NONE, max_model_len=PLANNED_MODEL_LEN)
+_DEFAULTS = Settings().replaced(draft=NONE, bita=NONE, stages=1, max_model_len=PLANNED_MODEL_LEN)
 _FILE_KEYS = tuple(key.name for key in fields(ClusterConfig) if key.name not in ("settings", "partitions"))
 _PARTITION_KEYS = tuple(key.name for key in fields(PartitionConfig) if key.name != "settings")
 
