@@ -36,7 +36,17 @@ from pipedec.engine.admission import Sequences, threads_within
 from pipedec.engine.build import load_drafter, load_stage, new_batch
 from pipedec.engine.counters import Counters, RunCounters
 from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
-from pipedec.engine.loop import Advanced, PromptScored, Record, RequestClosed, RequestEnded, RequestPool, Timestep, decode
+from pipedec.engine.loop import (
+    Advanced,
+    PromptScored,
+    Record,
+    RequestClosed,
+    RequestEnded,
+    RequestPool,
+    Timestep,
+    decode,
+    go_together,
+)
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
 from pipedec.families import model_config
 from pipedec.messages import RunStats
@@ -267,9 +277,10 @@ class LocalStages:
         self._recorder.note_beside(load)
         self._returning.append(self._compute())
         results: tuple[RequestUpdate, ...] = ()
-        while len(self._returning) > passage - len(self._groups):
-            results += self._returning.popleft()
-        timing = self._timing(passage)
+        taken = 0
+        while len(self._returning) > passage - len(self._groups) and go_together(results, self._returning[0]):
+            results, taken = results + self._returning.popleft(), taken + 1
+        timing = self._timing(None if passage == len(self._groups) and not self._returning else taken)
         self._ended = time.thread_time()
         return Timestep(number, entering, results, timing if number >= passage else None, load)
 
@@ -341,10 +352,12 @@ class LocalStages:
             self._load.computed[rank] = load
         return nullcontext()
 
-    def _timing(self, passage: int) -> TimestepTiming:
-        """The timing that rank 0 would measure if every stage had its own device, or an emulated one."""
+    def _timing(self, taken: int | None) -> TimestepTiming:
+        """The timing that rank 0 would measure if every stage had its own device, or an emulated one. ``taken``: see
+        ``EmulatedClock``.
+        """
         if self._clock is not None:
-            timing = self._clock.add(self._load, passage)
+            timing = self._clock.add(self._load, taken)
             self._recorder.restart()
             return timing
         forwards = self._recorder.timing().forward_seconds

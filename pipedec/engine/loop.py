@@ -36,11 +36,17 @@ class Pipeline(Protocol):
         ``entering`` has for each request concerned its opening, the verdict that the stages have yet to replay, and the rows
         that then enter the first stage: a chunk of the prompt, later rows of trees. The verdicts on them are among the results
         of the ``passage``-th timestep, counted from this one. So a timestep returns the results of one other, but of none or of
-        several when the passage has changed. It is at least the number of groups.
+        several when the passage has changed: of several if none of them has results of the same request, since stages replay
+        verdicts one by one. The passage is at least the number of groups.
         """
 
     def close(self, last: StageMessage) -> None:
         """Send the stages the verdicts that end the last answers. Rows in flight are not needed any more."""
+
+
+def go_together(results: Iterable[RequestUpdate], more: Iterable[RequestUpdate]) -> bool:
+    """Whether a timestep may return both: no request has results in either."""
+    return not {one.number for one in results} & {one.number for one in more}
 
 
 def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = lambda: None) -> Iterator[tuple[int, Verdict]]:

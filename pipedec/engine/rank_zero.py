@@ -18,7 +18,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from pipedec.core import EMPTY, RequestUpdate, StageMessage, Verdict
-from pipedec.engine.loop import Timestep
+from pipedec.engine.loop import Timestep, go_together
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import SESSION_TRACE, TASKS_TRACE, Granted
@@ -60,7 +60,8 @@ class WindowPipeline(_Driver):
         super().__init__(tasks, wiring)
         self._begun = 0  # the last timestep that has begun
         self._granted = 0  # the last timestep of the present window
-        self._in_flight = 0  # timesteps whose results the last stage has not sent yet
+        self._in_flight = 0  # timesteps whose results were not returned yet
+        self._early: tuple[RequestUpdate, ...] | None = None  # of the oldest of them, if they have arrived
         self._returned = tasks.recorder.record_event()  # when the last timestep ended
         wiring.scheduler.begin_session(session, initial_windows(wiring.topology, wiring.window), SESSION_TRACE)
 
@@ -75,14 +76,19 @@ class WindowPipeline(_Driver):
             return self._tasks.timestep(number, entering)
         results: tuple[RequestUpdate, ...] = ()
         while self._in_flight >= passage:
-            results += self._receive()
+            arrived, self._early = self._receive() if self._early is None else self._early, None
+            if not go_together(results, arrived):
+                self._early = arrived
+                break
+            results += arrived
+            self._in_flight -= 1
         self._returned = self._recorder.record_event()
         return self._tasks.timestep(number, entering, results, self._recorder.timing())
 
     def close(self, last: StageMessage) -> None:
         self._record_sync()
         self._send(replace(last, ends_session=True), self._begun + 1)
-        while self._in_flight:
+        for _ in range(self._in_flight - (self._early is not None)):
             self._receive()
         self._end(after_window(self._held.task, self._topology, 0))
 
@@ -104,9 +110,7 @@ class WindowPipeline(_Driver):
 
     def _receive(self) -> tuple[RequestUpdate, ...]:
         with self._recorder.waiting():
-            results = self._tasks.receive(self._topology.final_rank).updates
-        self._in_flight -= 1
-        return results
+            return self._tasks.receive(self._topology.final_rank).updates
 
 
 class TaskPipeline(_Driver):

@@ -136,8 +136,12 @@ class EmulatedClock:
         """The time so far."""
         return self.total_ms / 1000
 
-    def add(self, load: TimestepLoad, passage: int | None = None) -> TimestepTiming:
-        """Add a timestep and return its timing as rank 0 would measure it. ``passage``: None for the number of groups."""
+    def add(self, load: TimestepLoad, taken: int | None = None) -> TimestepTiming:
+        """Add a timestep and return its timing as rank 0 would measure it.
+
+        Args:
+            taken: timesteps whose results rank 0 takes at this one, if some are on links; None if the passage is the groups.
+        """
         own = (load.deciding_seconds, load.beside_seconds) if self._emulation.counts_own_work else (0.0, 0.0)
         deciding_ms, beside_ms = (1000 * seconds for seconds in own)
         draft = self._emulation.draft
@@ -146,17 +150,19 @@ class EmulatedClock:
         if delay_ms:
             forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
         busy_ms = sum(forwards) + beside_ms
-        if passage is None or passage == self._topology.num_groups:
+        if taken is None:
+            for ready in self._ready:
+                ready.clear()
             leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
             transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
             timestep_ms = deciding_ms + max(busy_ms, *groups_ms) + transfer_ms
         else:
-            timestep_ms = max(deciding_ms + busy_ms, self._pass_on(load, groups_ms, deciding_ms, passage) - self.total_ms)
+            timestep_ms = max(deciding_ms + busy_ms, self._pass_on(load, groups_ms, deciding_ms, taken) - self.total_ms)
         self.total_ms += timestep_ms
         waiting_ms = timestep_ms - deciding_ms - busy_ms
         return TimestepTiming(timestep_ms / 1000, waiting_ms / 1000, tuple(forward / 1000 for forward in forwards))
 
-    def _pass_on(self, load: TimestepLoad, groups_ms: Sequence[float], deciding_ms: float, passage: int) -> float:
+    def _pass_on(self, load: TimestepLoad, groups_ms: Sequence[float], deciding_ms: float, taken: int) -> float:
         """Let rank 0 send a message, and every group compute one. Returns when the results that rank 0 takes have arrived."""
         self._ready[0].append(self.total_ms + deciding_ms)
         for group, compute_ms in reversed(list(enumerate(groups_ms))):
@@ -164,7 +170,7 @@ class EmulatedClock:
                 self._free[group] = max(self._arrive(group, load), self._free[group]) + compute_ms
                 self._ready[group + 1].append(self._free[group])
         arrived = 0.0
-        while len(self._ready[-1]) > passage - self._topology.num_groups:
+        for _ in range(min(taken, len(self._ready[-1]))):
             arrived = self._arrive(-1, load)
         return arrived
 

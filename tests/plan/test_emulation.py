@@ -96,12 +96,13 @@ def test_with_timesteps_on_links_their_latency_is_paid_once_per_passage(passage:
     compute_ms, send_ms = slow.stages[0].compute_ms(Load(1)), slow.stages[0].send_ms(1)
     ring_ms = slow.draft.send_ms(0) + 3 * compute_ms + 2 * send_ms + 20
     full, alone = (EmulatedClock(slow, Topology.even(3, 3)) for _ in range(2))
-    for _ in range(4 * passage):
-        full.add(TimestepLoad(computed=dict.fromkeys((1, 2, 3), Load(1)), sent={0: 1, 1: 1, 2: 1}), passage)
+    for timestep in range(4 * passage):
+        everywhere = TimestepLoad(computed=dict.fromkeys((1, 2, 3), Load(1)), sent={0: 1, 1: 1, 2: 1})
+        full.add(everywhere, int(timestep + 1 >= passage))
     for timestep in range(4 * passage + 1):  # one row, which enters again when it is back
         stage = timestep % passage + 1
         here = {stage: Load(1)} if stage <= 3 else {}
-        alone.add(TimestepLoad(computed=here, sent={stage - 1: 1} if here else {}), passage)
+        alone.add(TimestepLoad(computed=here, sent={stage - 1: 1} if here else {}), int(timestep + 1 >= passage))
     assert alone.total_ms == pytest.approx(4 * ring_ms)
     assert full.total_ms == pytest.approx(max(4 * ring_ms, 4 * passage * compute_ms), rel=0.25)
 
