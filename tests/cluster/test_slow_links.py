@@ -88,7 +88,7 @@ try:
     print(links.recv(99), flush=True)
 except TimeoutError:
     print("nothing", flush=True)
-links.settimeout(None)
+links.settimeout(30)
 print(links.recv(99).decode(), flush=True)
 """
 
