@@ -44,6 +44,8 @@ class Recorded:
         short: requests that must be paused before the next timestep.
     """
 
+    passage = 1
+
     def __init__(self, *results: Results, filling: int = 0, room: int = 9) -> None:
         self.calls: list[Any] = []
         self.faults = RequestFaults("rank 0")
