@@ -275,8 +275,8 @@ class NullFinalStage(NullStage, FinalStageWorker):
 class ScriptedBatch:
     """One request at a time: the prompt's only token enters, then ``rows`` rows at every timestep; verdicts change nothing."""
 
-    def __init__(self, probe: Probe) -> None:
-        self.rows = 1
+    def __init__(self, probe: Probe, passage: int) -> None:
+        self.rows, self.passage = 1, passage
         self.requests: dict[int, SimpleNamespace] = {}
         self.only = None
         self.faults = RequestFaults("rank 0")
@@ -337,7 +337,7 @@ class ScriptedDraftLoop(DraftLoop):
         admission = cast(Admission, SimpleNamespace(admit=self._answer))
         super().__init__(wiring, admission, Batch(wiring.topology.num_groups))
         self._client = client
-        self._script = ScriptedBatch(probe)
+        self._script = ScriptedBatch(probe, wiring.topology.num_groups)
         self._batch = self._pool.batch = cast(Batch, self._script)
         self._max_tokens = 1
 
