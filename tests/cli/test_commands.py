@@ -257,7 +257,7 @@ def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
     process, _ = bring_up(started, *pair.flags, "--stages", "2", "--max-restarts", "0")
     asking = started("submit", *LONG)
     first_bytes(asking)
-    os.kill(sorted(forked_by(process))[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
     status, err = ended(process)
     assert status == 1 and err.splitlines()[-1] == "pipedec: rank 2 (stage 2) was killed by SIGKILL"
     assert running_here() == []
@@ -272,7 +272,7 @@ def test_a_resident_cluster_replaces_a_rank_and_says_so(
     process, _ = bring_up(started, *pair.flags, "--stages", "2")
     asking = started("submit", *ASKED, "200", "--json")
     assert wait_until(lambda: "running: 0." in pipedec("status").err, START_SECONDS), pipedec("status")
-    os.kill(sorted(forked_by(process))[-1], signal.SIGKILL)  # the ancestor was there first, then ranks 0, 1, 2
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
     assert asking.stdout is not None and asking.wait(60) == 0
     answer = json.loads(asking.stdout.read())
     assert answer["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 200, ignore_eos=True)
@@ -285,9 +285,11 @@ def test_a_resident_cluster_replaces_a_rank_and_says_so(
     assert status == 0 and said.search(err)
 
 
-def forked_by(process: subprocess.Popen[bytes]) -> list[int]:
-    """The fork server of the program, and the ranks that it has forked."""
-    return [pid for pid in others_than(process) if "forkserver" in " ".join(psutil.Process(pid).cmdline())]
+def ranks_of(process: subprocess.Popen[bytes]) -> list[int]:
+    """Processes of the ranks, in their order: they are forked one after the other by the program's fork server."""
+    server = next(child for child in psutil.Process(process.pid).children() if "forkserver" in " ".join(child.cmdline()))
+    limit = int(Path("/proc/sys/kernel/pid_max").read_text())
+    return sorted((child.pid for child in server.children()), key=lambda pid: (pid - server.pid) % limit)
 
 
 def test_up_status_submit_down(

@@ -113,6 +113,7 @@ def result(client: httpx2.Client, expression: str) -> list[dict[str, Any]]:
 @needs("prometheus", "prometheus")
 def test_prometheus_reads_the_server_and_fills_the_dashboard(resident: LocalCluster, started: Started, tmp_path: Path) -> None:
     panels = json.loads((ROOT / "monitoring" / "grafana.json").read_text())["panels"]
+    empty = re.compile("503|link_latency")  # nothing is refused here, and ranks on one machine have no link to be measured
     asked = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     serving = in_front_of(resident, started)
     with serving.client as client, beside(tmp_path, partial(prometheus, tmp_path, urlsplit(serving.url).netloc)) as api:
@@ -123,5 +124,5 @@ def test_prometheus_reads_the_server_and_fills_the_dashboard(resident: LocalClus
             assert wait_until(partial(result, api, f"sum(vllm:generation_tokens_total) >= {64 * count}"), SECONDS)
         for query in asked:
             query = query.replace("$__rate_interval", "1m").replace("$model_name", "tiny")
-            assert "503" in query or wait_until(partial(result, api, query), SECONDS), query  # nothing is refused here
+            assert empty.search(query) or wait_until(partial(result, api, query), SECONDS), query
     serving.finish()
