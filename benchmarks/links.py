@@ -374,10 +374,9 @@ class Site:
         if self._hosts is None:
             link = Link(delay_ms=self._point.delay_ms, rate_mbit=self._point.rate_mbit)
             self._hosts = self._stack.enter_context(namespace_hosts(self._point.hosts, link))
-        which = METHOD if kind == CHAIN else kind
-        if which not in self._places:
-            self._places[which] = self._started(which, self._hosts)
-        return self._places[which]
+        if kind not in self._places:
+            self._places[kind] = self._started(kind, self._hosts)
+        return self._places[kind]
 
     def _started(self, kind: str, hosts: Hosts) -> Place:
         if kind == LLAMA_CPP:
@@ -385,7 +384,8 @@ class Site:
         if kind == BESIDE:
             assert self._config.beside is not None
             return Cluster(hosts, kind, self._config.beside.absolute(), _REDIS_PORT + 1, self._config, None)
-        return Cluster(hosts, "here", _CHECKOUT, _REDIS_PORT, self._config, self._point.passage)
+        port = _REDIS_PORT + 2 * (kind == CHAIN)  # methods learn nothing from chains
+        return Cluster(hosts, kind, _CHECKOUT, port, self._config, self._point.passage)
 
 
 def measure_links(

@@ -133,7 +133,7 @@ class BestFirst(Method):
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""
         changes, hit, lessons = self.tree.advance(accepted.tokens)
-        self._controller.record_accepted(len(accepted.tokens))
+        self._controller.record_accepted(len(accepted.tokens), self.tree.num_entered > 0)
         self._sources.learn(lessons)
         self._follow(changes)
         self._sources.append(accepted.tokens)

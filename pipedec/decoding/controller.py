@@ -298,6 +298,7 @@ class Controller:
         self._passages = Passages(passage)
         self._costs = RowCosts()
         self._costs_at = {passage: self._costs}  # by passage
+        self._forwards_at: dict[int, int] = {}  # by passage
         self._learned_passage: int | None = None
         self._trials = Trials(passage)
         self.unproposed_share = 0.0  # of accepted tokens after drafted rows, a moving average
@@ -307,7 +308,7 @@ class Controller:
         self._in_flight: deque[EnteredCounts] = deque(maxlen=passage)
         self._recent: deque[TimestepTiming] = deque(maxlen=passage)
         self._timings: list[TimestepTiming] = []  # of the present epoch
-        self._tokens = 0  # accepted since the last timing
+        self._tokens = self._misses = 0  # accepted since the last timing; after how many of them nothing was in flight
         self.drafts_prompts = False  # in this timestep, which is then no measure of speculation
 
     @property
@@ -344,6 +345,8 @@ class Controller:
         self._passages.fill(latency, self._learned_passage)
 
     def _set_passage(self, passage: int) -> None:
+        self._forwards_at[self.passage] = self.forwards
+        self.forwards, self._epoch = self._forwards_at.get(passage, self.forwards), 1
         self.passage = self._trials.passage = self._first_row.passage = passage
         self._in_flight, self._recent = deque(self._in_flight, passage), deque(self._recent, passage)
         if passage not in self._costs_at:
@@ -379,20 +382,25 @@ class Controller:
         elif self.unproposed_share < _FEW_UNPROPOSED:
             self.children, self.proposes_seen = CHILDREN[0], False
 
-    def record_accepted(self, num_tokens: int) -> None:
-        """Record the number of tokens that a verdict accepted."""
+    def record_accepted(self, num_tokens: int, is_hit: bool) -> None:
+        """Record the number of tokens that a verdict accepted, and whether the last of them had entered."""
         self._tokens += num_tokens
+        self._misses += not is_hit
 
     def record_timestep(self, timing: TimestepTiming) -> None:
         """Record the timing of a timestep of the full pipeline. At the end of an epoch the number of forwards is adjusted."""
-        tokens, self._tokens = self._tokens, 0
-        seconds, timing = timing.seconds, self._smoothed(timing)
+        tokens, misses, self._tokens, self._misses = self._tokens, self._misses, 0, 0
         is_prefill, self.drafts_prompts = self.drafts_prompts, False
         has_prompt = any(entered.prompt_rows for entered in self._in_flight)
         is_prefill |= has_prompt
+        seconds = timing.seconds
         self._first_row.record(seconds, [] if has_prompt else [entered.rows > 0 for entered in self._in_flight])
         # While the pipeline fills, rank 0 waits for no rows, and its timesteps are shorter than those of the stages.
         is_full = len(self._in_flight) == self.passage and self._in_flight[0].rows > 0
+        counts = True
+        if self.passage > self._passages.least:
+            timing = self._smoothed(timing, is_full and not is_prefill)
+            counts = is_full = len(self._recent) == self.passage
         is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds
         if is_full and (is_waiting or self.forwards == 1 or not timing.forward_seconds):
             rows = max((entered.rows for entered in self._in_flight), default=0)
@@ -404,19 +412,23 @@ class Controller:
         if running and not is_prefill:
             if not self._passages.is_trying:
                 self._trials.record(seconds, tokens, running, self._first_row.least_seconds)
-            if not self._trials.is_trial and self.passage == self._passages.length:
-                self._passages.record(seconds, tokens, running)
-        self._timings.append(timing)
+        if running:
+            measures = not is_prefill and not self._trials.is_trial and self.passage == self._passages.length
+            self._passages.record(seconds, tokens, misses, running, measures)
+        if counts:
+            self._timings.append(timing)
         if len(self._timings) >= self._epoch:
             self._set_forwards()
             self._timings = []
 
-    def _smoothed(self, timing: TimestepTiming) -> TimestepTiming:
-        """The mean of the last timesteps, if some are on links: they come back in bursts."""
-        if self.passage == self._passages.least:
-            return timing
-        self._recent.append(timing)
-        seconds, waiting = fmean(one.seconds for one in self._recent), fmean(one.waiting_seconds for one in self._recent)
+    def _smoothed(self, timing: TimestepTiming, is_full: bool) -> TimestepTiming:
+        """The mean of the last timesteps in which the pipeline was full: if some are on links, they come back in bursts."""
+        if is_full:
+            self._recent.append(timing)
+        else:
+            self._recent.clear()
+        recent = self._recent or [timing]
+        seconds, waiting = fmean(one.seconds for one in recent), fmean(one.waiting_seconds for one in recent)
         return TimestepTiming(seconds, waiting, timing.forward_seconds)
 
     def _set_forwards(self) -> None:

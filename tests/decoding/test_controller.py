@@ -112,7 +112,7 @@ def timed(passage: int, rows: tuple[int, ...], tokens: int, running: int = 1) ->
     for _ in range(200):
         for each in rows:
             controller.record_entered(EnteredCounts(each, 0, running))
-            controller.record_accepted(tokens)
+            controller.record_accepted(tokens, True)
             controller.record_timestep(TimestepTiming(1 + max(each - 16, 0) / 48, 0.5, ()))
     return controller
 

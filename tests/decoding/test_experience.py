@@ -80,7 +80,7 @@ def measured(rows: dict[int, float]) -> Controller:
     for count, seconds in rows.items():
         for _ in range(3 * PASSAGE):
             controller.record_entered(EnteredCounts(count, 0, 1))
-            controller.record_accepted(1)
+            controller.record_accepted(1, True)
             controller.record_timestep(TimestepTiming(seconds, 0.5 * seconds, (0.01 * seconds,) * 8))
     return controller
 
