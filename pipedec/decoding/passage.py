@@ -1,8 +1,9 @@
 """The passage: how many timesteps a row needs from its entry to its verdict, in groups of stages and on the links between them.
 
 While links are short against a timestep, that is the number of groups. On slow links more timesteps must be in flight, or every
-one of them waits for a link. But then each guess is older, and each timestep leaves less time to draft. So what counts is tried:
-the time per token with one passage and with the next longer or shorter one. Knows no tokens, trees or links.
+one of them waits for a link. But then each guess is older, and each timestep leaves less time to draft: a few timesteps with many levels of the tree cost less
+than many with one. So it begins with timesteps that leave time for several levels, and then lengths are tried: the time per token
+with one passage and with the next longer or shorter one. Knows no tokens, trees or links.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 from pipedec.core import MAX_PASSAGE
 
-_USUAL_SECONDS = 0.08  # on links for one timestep more in flight at first: timesteps with several levels of the tree
+_USUAL_SECONDS = 0.05  # of a timestep in which a draft model has time for several levels of the tree
 _LEAST_SECONDS = 0.004  # of a timestep: a shorter one leaves no time to draft
 _STEP = 1.4  # between two lengths that are tried
 _WINDOW = 16  # tokens of a measurement, by request
@@ -95,7 +96,7 @@ class Passages:
         self._lengths = [self.least]
         while self._lengths[-1] < most:
             self._lengths.append(min(max(self._lengths[-1] + 1, round(_STEP * self._lengths[-1])), most))
-        begin = self.least + round(latency / _USUAL_SECONDS) if learned is None else learned
+        begin = round(latency / _USUAL_SECONDS) if learned is None else learned
         self._home = self._tried = min(bisect_left(self._lengths, begin), len(self._lengths) - 1)
         self._measured, self._misses, self._interval = {}, {}, float(_FIRST)
         self._begin()
