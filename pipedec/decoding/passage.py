@@ -9,6 +9,7 @@ with one passage and with the next longer or shorter one. Knows no tokens, trees
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipedec.core import MAX_PASSAGE
@@ -54,60 +55,92 @@ class Measured:
         self.timesteps += _WEIGHT * (timesteps - self.timesteps)
 
 
+class Search:
+    """The best of ``lengths``, ascending, with one load: a walk from one to the next."""
+
+    def __init__(self, lengths: Sequence[int], begin: float) -> None:
+        self._lengths = lengths
+        self.home = self.tried = min(bisect_left(lengths, begin), len(lengths) - 1)  # indices: the best so far, and the present one
+        self.measured: dict[int, Measured] = {}  # by length
+        self._direction = 1
+        self._interval = float(_FIRST)
+        self._waited = 0.0  # tokens since the last trial, by request
+
+    @property
+    def length(self) -> int:
+        return self._lengths[self.tried]
+
+    @property
+    def is_trying(self) -> bool:
+        return self.tried != self.home
+
+    def step(self, tokens: float, token_seconds: Callable[[int], float]) -> None:
+        """After a window of ``tokens``, end a trial with the better length, or begin one if it is time."""
+        if self.is_trying:
+            if _BETTER * token_seconds(self.length) < token_seconds(self._lengths[self.home]):
+                self.home, self._interval = self.tried, float(_FIRST)
+            else:
+                self.tried, self._direction = self.home, -self._direction
+                self._interval = min(self._interval * _GROWTH, _MAX_INTERVAL)
+            self._waited = 0.0
+            return
+        self._waited += tokens
+        if self._waited >= self._interval:
+            if not 0 <= self.home + self._direction < len(self._lengths):
+                self._direction = -self._direction
+            self.tried = self.home + self._direction
+
+
 class Passages:
     """Owns ``length``, the passage for requests that keep the pipeline full; never less than ``least``, the default.
 
     A token takes t · (a + m · (W - 1)) seconds with timesteps of t seconds, a of which a request needs for a token, and with m
     misses per token, each of which costs the rest of a passage W. Of the three m varies most from text to text and least with W.
-    So it is counted over many tokens of all lengths, and a trial of few tokens tells two lengths apart.
+    So it is counted over many tokens of all lengths, and a trial of few tokens tells two lengths apart. One request and several,
+    to the power of two, have a length each.
     """
 
     def __init__(self, least: int) -> None:
         self.least = least
-        self._lengths = [least]  # that may be tried, ascending
-        self._home = self._tried = 0  # indices of them: the best so far, and the present one
-        self._direction = 1
-        self._interval = float(_FIRST)
-        self._measured: dict[int, Measured] = {}
-        self._misses: dict[int, Misses] = {}
         self._all_misses = Misses()
         self._stalls: list[int] = []  # timesteps that requests still wait after a miss
-        self._load = 0  # binary digits of the number of running requests
-        self._begin()
+        self.fill(0.0)
 
     @property
     def length(self) -> int:
-        return self._lengths[self._tried]
+        return self._search.length
 
     @property
     def best(self) -> int:
-        """The best length so far."""
-        return self._lengths[self._home]
+        """The best length so far for a single request."""
+        return self._lengths[self._searches[1].home]
 
     @property
     def is_trying(self) -> bool:
-        return self._tried != self._home
+        return self._search.is_trying
 
     def fill(self, latency: float, learned: int | None = None) -> None:
-        """Try lengths that fill links of ``latency`` seconds altogether, around the ring; the first is near ``learned``, if an
-        earlier process has found one.
+        """Try lengths that fill links of ``latency`` seconds altogether, around the ring. A single request begins near ``learned``,
+        if an earlier process has found that; several fill the timesteps of each other.
         """
         most = min(self.least + int(latency / _LEAST_SECONDS), MAX_PASSAGE)
         self._lengths = [self.least]
         while self._lengths[-1] < most:
             self._lengths.append(min(max(self._lengths[-1] + 1, round(_STEP * self._lengths[-1])), most))
-        begin = round(latency / _USUAL_SECONDS) if learned is None else learned
-        self._home = self._tried = min(bisect_left(self._lengths, begin), len(self._lengths) - 1)
-        self._measured, self._misses, self._interval = {}, {}, float(_FIRST)
-        self._begin()
+        self._fills = latency / _USUAL_SECONDS
+        self._misses, self._searches = {}, {1: Search(self._lengths, self._fills if learned is None else learned)}
+        self._begin(1)
 
-    def _begin(self) -> None:
-        """Measure from now on, but not the timesteps that are in flight."""
+    def _begin(self, load: int) -> None:
+        """Measure with ``load`` from now on, but not the timesteps that are in flight."""
+        if load not in self._searches:
+            self._searches[load] = Search(self._lengths, self.least + self._fills)
+        self._load, self._search = load, self._searches[load]
         self._unsettled = self.length
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._waited = self._tokens = self._seconds = self._productive = 0.0  # tokens and timesteps by request
+        self._tokens = self._seconds = self._productive = 0.0  # tokens and timesteps by request
         self._timesteps = self._window_misses = 0
 
     def record(self, seconds: float, tokens: int, misses: int, running: int, counts: bool = True) -> None:
@@ -118,11 +151,10 @@ class Passages:
             return
         stalled = min(len(self._stalls), running)
         self._stalls = [left - 1 for left in self._stalls if left > 1] + [self.length - 1] * misses
+        if running.bit_length() != self._load:
+            self._begin(running.bit_length())
         if not counts:
             return
-        if running.bit_length() != self._load:
-            self._load, self._tried, self._measured = running.bit_length(), self._home, {}
-            self._begin()
         if self._unsettled:
             self._unsettled -= 1
             return
@@ -131,46 +163,23 @@ class Passages:
         self._timesteps += 1
         self._productive += 1 - stalled / running
         self._window_misses += misses
-        if self._tokens < _WINDOW:
-            return
-        self._end_window(running)
-        if self.is_trying:
-            self._judge()
-        elif self._waited >= self._interval:
-            self._tried = self._neighbour()
-            self._begin()
+        if self._tokens >= _WINDOW:
+            self._end_window(running)
 
     def _end_window(self, running: int) -> None:
-        length, tokens = self.length, self._tokens
+        length, tokens, search = self.length, self._tokens, self._search
         seconds, timesteps = self._seconds / self._timesteps, self._productive / tokens
-        if length in self._measured:
-            self._measured[length].record(seconds, timesteps)
-        else:
-            self._measured[length] = Measured(seconds, timesteps)
+        search.measured.setdefault(length, Measured(seconds, timesteps)).record(seconds, timesteps)
         for misses in (self._misses.setdefault(length, Misses()), self._all_misses):
             misses.record(tokens, self._window_misses / running)
-        waited = self._waited + tokens
-        self._begin_window()
-        self._waited = waited
-
-    def _token_seconds(self, index: int) -> float:
-        """The time per token and request with one of the lengths that were measured."""
-        length, of_all = self._lengths[index], self._all_misses
-        measured = self._measured[length]
-        misses = self._misses[length].rate(of_all.misses / of_all.tokens)
-        return measured.seconds * (measured.timesteps + misses * (length - 1))
-
-    def _judge(self) -> None:
-        """End a trial: stay with the better length, and go on in its direction."""
-        if _BETTER * self._token_seconds(self._tried) < self._token_seconds(self._home):
-            self._home, self._interval = self._tried, float(_FIRST)
+        search.step(tokens, self._token_seconds)
+        if search.length == length:
+            self._begin_window()
         else:
-            self._tried, self._direction = self._home, -self._direction
-            self._interval = min(self._interval * _GROWTH, _MAX_INTERVAL)
-        self._begin()
+            self._begin(self._load)
 
-    def _neighbour(self) -> int:
-        """The next length in the present direction; at an end, in the other one."""
-        if not 0 <= self._home + self._direction < len(self._lengths):
-            self._direction = -self._direction
-        return self._home + self._direction
+    def _token_seconds(self, length: int) -> float:
+        """The time per token and request with a length that was measured."""
+        measured = self._search.measured[length]
+        misses = self._misses[length].rate(self._all_misses.misses / self._all_misses.tokens)
+        return measured.seconds * (measured.timesteps + misses * (length - 1))

@@ -63,6 +63,16 @@ def test_it_begins_with_what_usual_timesteps_fill_or_an_earlier_process_has_foun
     assert expected <= passages.length <= 1.4 * expected
 
 
+def test_several_requests_fill_the_links_for_each_other() -> None:
+    passages = Passages(LEAST)
+    passages.fill(0.12)
+    alone = passages.length
+    passages.record(0.03, 0, 0, 5, counts=False)
+    assert passages.length > alone == passages.best == LEAST
+    passages.record(0.03, 0, 0, 1, counts=False)
+    assert passages.length == alone
+
+
 def entered(controller: Controller, fills: bool) -> int:
     """The passage of the next timestep, after one that was measured."""
     controller.record_timestep(TimestepTiming(0.02, 0.01, ()))
