@@ -409,9 +409,8 @@ class Controller:
         running = self._in_flight[-1].running if self._in_flight else 0
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)
-        if running and not is_prefill:
-            if not self._passages.is_trying:
-                self._trials.record(seconds, tokens, running, self._first_row.least_seconds)
+        if running and not is_prefill and not self._passages.is_trying:
+            self._trials.record(seconds, tokens, running, self._first_row.least_seconds)
         if running:
             measures = not is_prefill and not self._trials.is_trial and self.passage == self._passages.length
             self._passages.record(seconds, tokens, misses, running, measures)

@@ -1,9 +1,9 @@
 """The passage: how many timesteps a row needs from its entry to its verdict, in groups of stages and on the links between them.
 
 While links are short against a timestep, that is the number of groups. On slow links more timesteps must be in flight, or every
-one of them waits for a link. But then each guess is older, and each timestep leaves less time to draft: a few timesteps with many levels of the tree cost less
-than many with one. So it begins with timesteps that leave time for several levels, and then lengths are tried: the time per token
-with one passage and with the next longer or shorter one. Knows no tokens, trees or links.
+one of them waits for a link. But then each guess is older, and each timestep leaves less time to draft: a few timesteps with many
+levels of the tree cost less than many with one. So it begins with timesteps that leave time for several levels, and then lengths
+are tried: the time per token with one passage and with the next longer or shorter one. Knows no tokens, trees or links.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pipedec.core import MAX_PASSAGE
 
 _USUAL_SECONDS = 0.05  # of a timestep in which a draft model has time for several levels of the tree
 _LEAST_SECONDS = 0.004  # of a timestep: a shorter one leaves no time to draft
+_LEAST_SHARE = 1 / 3  # of the time of a passage, for which links must be the reason if a longer one is tried
 _STEP = 1.4  # between two lengths that are tried
 _WINDOW = 16  # tokens of a measurement, by request
 _BETTER = 1.05  # factor by which another length must be better
@@ -60,7 +61,8 @@ class Search:
 
     def __init__(self, lengths: Sequence[int], begin: float) -> None:
         self._lengths = lengths
-        self.home = self.tried = min(bisect_left(lengths, begin), len(lengths) - 1)  # indices: the best so far, and the present one
+        self.home = min(bisect_left(lengths, begin), len(lengths) - 1)  # index of the best so far
+        self.tried = self.home  # and of the present one
         self.measured: dict[int, Measured] = {}  # by length
         self._direction = 1
         self._interval = float(_FIRST)
@@ -74,7 +76,7 @@ class Search:
     def is_trying(self) -> bool:
         return self.tried != self.home
 
-    def step(self, tokens: float, token_seconds: Callable[[int], float]) -> None:
+    def step(self, tokens: float, token_seconds: Callable[[int], float], may_be_longer: bool) -> None:
         """After a window of ``tokens``, end a trial with the better length, or begin one if it is time."""
         if self.is_trying:
             if _BETTER * token_seconds(self.length) < token_seconds(self._lengths[self.home]):
@@ -86,9 +88,10 @@ class Search:
             return
         self._waited += tokens
         if self._waited >= self._interval:
-            if not 0 <= self.home + self._direction < len(self._lengths):
+            longest = len(self._lengths) - 1 if may_be_longer else self.home
+            if not 0 <= self.home + self._direction <= longest:
                 self._direction = -self._direction
-            self.tried = self.home + self._direction
+            self.tried = min(max(self.home + self._direction, 0), longest)
 
 
 class Passages:
@@ -120,15 +123,16 @@ class Passages:
         return self._search.is_trying
 
     def fill(self, latency: float, learned: int | None = None) -> None:
-        """Try lengths that fill links of ``latency`` seconds altogether, around the ring. A single request begins near ``learned``,
-        if an earlier process has found that; several fill the timesteps of each other.
+        """Try lengths that fill links of ``latency`` seconds altogether, around the ring. A single request begins near
+        ``learned``, if an earlier process has found that; several fill the timesteps of each other.
         """
         most = min(self.least + int(latency / _LEAST_SECONDS), MAX_PASSAGE)
         self._lengths = [self.least]
         while self._lengths[-1] < most:
             self._lengths.append(min(max(self._lengths[-1] + 1, round(_STEP * self._lengths[-1])), most))
-        self._fills = latency / _USUAL_SECONDS
-        self._misses, self._searches = {}, {1: Search(self._lengths, self._fills if learned is None else learned)}
+        self._latency, self._fills = latency, latency / _USUAL_SECONDS
+        self._misses: dict[int, Misses] = {}  # by length
+        self._searches = {1: Search(self._lengths, self._fills if learned is None else learned)}  # by load
         self._begin(1)
 
     def _begin(self, load: int) -> None:
@@ -172,7 +176,8 @@ class Passages:
         search.measured.setdefault(length, Measured(seconds, timesteps)).record(seconds, timesteps)
         for misses in (self._misses.setdefault(length, Misses()), self._all_misses):
             misses.record(tokens, self._window_misses / running)
-        search.step(tokens, self._token_seconds)
+        seconds = search.measured[length].seconds
+        search.step(tokens, self._token_seconds, self._latency > _LEAST_SHARE * seconds * length)
         if search.length == length:
             self._begin_window()
         else:

@@ -53,7 +53,8 @@ def test_links_that_are_short_against_a_timestep_leave_the_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("latency", "learned", "expected"), [(0.3, None, 6), (0.1, None, LEAST), (0.3, 11, 11), (60.0, None, MAX_PASSAGE), (0.3, 128, 78)]
+    ("latency", "learned", "expected"),
+    [(0.3, None, 6), (0.1, None, LEAST), (0.3, 11, 11), (60.0, None, MAX_PASSAGE), (0.3, 128, 78)],
 )
 def test_it_begins_with_what_usual_timesteps_fill_or_an_earlier_process_has_found(
     latency: float, learned: int | None, expected: int
@@ -61,6 +62,13 @@ def test_it_begins_with_what_usual_timesteps_fill_or_an_earlier_process_has_foun
     passages = Passages(LEAST)
     passages.fill(latency, learned)
     assert expected <= passages.length <= 1.4 * expected
+
+
+def test_no_longer_one_is_tried_while_work_takes_most_of_a_passage() -> None:
+    passages = Passages(LEAST)
+    passages.fill(0.02)
+    run(passages, 5000, 0.05, lambda length: 0.0)
+    assert (passages.length, passages.is_trying) == (LEAST, False)
 
 
 def test_several_requests_fill_the_links_for_each_other() -> None:
