@@ -46,7 +46,7 @@ class Misses:
 
 @dataclass
 class Measured:
-    """What was measured with one length, as moving averages over windows."""
+    """Moving averages over windows in which the passage was the same."""
 
     seconds: float  # of a timestep
     timesteps: float  # of a request for a token, but for those in which it waits after a miss
@@ -98,9 +98,9 @@ class Passages:
     """Owns ``length``, the passage for requests that keep the pipeline full; never less than ``least``, the default.
 
     A token takes t · (a + m · (W - 1)) seconds with timesteps of t seconds, a of which a request needs for a token, and with m
-    misses per token, each of which costs the rest of a passage W. Of the three m varies most from text to text and least with W.
-    So it is counted over many tokens of all lengths, and a trial of few tokens tells two lengths apart. One request and several,
-    to the power of two, have a length each.
+    misses per token, each of which costs the rest of a passage W. Of the three m varies most from text to text and least with W:
+    it is counted over many tokens, for all W, which leaves trials short. One request and several, by powers of two, have a
+    length of their own.
     """
 
     def __init__(self, least: int) -> None:
