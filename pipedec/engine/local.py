@@ -287,7 +287,7 @@ class LocalStages:
     def reset(self) -> None:
         """Discard the lanes of every stage, and all messages on their way."""
         self._queues = self._empty_queues()
-        self._returning.clear()
+        self._forget_returning()
         for worker in self._workers.values():
             worker.reset()
 
@@ -297,7 +297,12 @@ class LocalStages:
         while any(message.updates for queue in self._queues for message in queue):
             self._receive(EMPTY)
             self._compute()
+        self._forget_returning()
+
+    def _forget_returning(self) -> None:
         self._returning.clear()
+        if self._clock is not None:
+            self._clock.restart()
 
     def _empty_queues(self) -> list[deque[StageMessage]]:
         """The queues of groups to which nothing is on its way."""

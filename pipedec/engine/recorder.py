@@ -127,14 +127,19 @@ class EmulatedClock:
     def __init__(self, emulation: Emulation, topology: Topology) -> None:
         self._emulation = emulation
         self._topology = topology
-        self._ready = [deque[float]() for _ in range(topology.num_groups + 1)]  # by link: when each message could leave
         self._free = [0.0] * topology.num_groups  # when each group has computed what it has
         self._link_free = [0.0] * (topology.num_groups + 1)  # when each link has sent all bytes that it has
         self.total_ms = 0.0
+        self.restart()
 
     def seconds(self) -> float:
         """The time so far."""
         return self.total_ms / 1000
+
+    def restart(self) -> None:
+        """From now on, the one message in front of each group but the first is ready, and nothing is on its way to rank 0."""
+        inner = [deque([self.total_ms]) for _ in self._free[1:]]
+        self._ready = [deque[float](), *inner, deque[float]()]  # by link: when each message could leave
 
     def add(self, load: TimestepLoad, taken: int | None = None) -> TimestepTiming:
         """Add a timestep and return its timing as rank 0 would measure it.
@@ -151,8 +156,7 @@ class EmulatedClock:
             forwards = [forward * (1 + delay_ms / sum(forwards)) for forward in forwards]
         busy_ms = sum(forwards) + beside_ms
         if taken is None:
-            for ready in self._ready:
-                ready.clear()
+            self.restart()
             leaving = {rank: self._send_ms(rank, load) for rank in load.sent if self._topology.feeds_next_group(rank)}
             transfer_ms = slowest_transfers_ms(leaving, self._topology.num_stages, self._emulation.duplex)
             timestep_ms = deciding_ms + max(busy_ms, *groups_ms) + transfer_ms
@@ -166,11 +170,10 @@ class EmulatedClock:
         """Let rank 0 send a message, and every group compute one. Returns when the results that rank 0 takes have arrived."""
         self._ready[0].append(self.total_ms + deciding_ms)
         for group, compute_ms in reversed(list(enumerate(groups_ms))):
-            if self._ready[group]:
-                self._free[group] = max(self._arrive(group, load), self._free[group]) + compute_ms
-                self._ready[group + 1].append(self._free[group])
+            self._free[group] = max(self._arrive(group, load), self._free[group]) + compute_ms
+            self._ready[group + 1].append(self._free[group])
         arrived = 0.0
-        for _ in range(min(taken, len(self._ready[-1]))):
+        for _ in range(taken):
             arrived = self._arrive(-1, load)
         return arrived
 

@@ -269,13 +269,14 @@ def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
 def test_a_resident_cluster_replaces_a_rank_and_says_so(
     started: Started, pipedec: Calls, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    process, _ = bring_up(started, *pair.flags, "--stages", "2")
-    asking = started("submit", *ASKED, "200", "--json")
-    assert wait_until(lambda: "running: 0." in pipedec("status").err, START_SECONDS), pipedec("status")
+    process, cluster = bring_up(started, *pair.flags, "--stages", "2")
+    status_of = cluster.connect().status
+    asking = started("submit", *ASKED, "800", "--json")
+    assert wait_until(lambda: 0 in status_of().running, START_SECONDS), pipedec("status")
     os.kill(ranks_of(process)[2], signal.SIGKILL)
     assert asking.stdout is not None and asking.wait(60) == 0
     answer = json.loads(asking.stdout.read())
-    assert answer["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 200, ignore_eos=True)
+    assert answer["token_ids"] == reference.generate(tokenizer(PROMPT)["input_ids"], 800, ignore_eos=True)
     shown = pipedec("status").err
     assert "epoch 1" in shown and "Recoveries: 1, the last ones:" in shown
     said = re.compile(r"Epoch 1: rank 2 \(stage 2\) was killed by SIGKILL; went on after \d+\.\d s\.")
