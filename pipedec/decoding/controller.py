@@ -348,7 +348,7 @@ class Controller:
         self._forwards_at[self.passage] = self.forwards
         self.forwards, self._epoch = self._forwards_at.get(passage, self.forwards), 1
         self.passage = self._trials.passage = self._first_row.passage = passage
-        self._in_flight, self._recent = deque(self._in_flight, passage), deque(self._recent, passage)
+        self._in_flight, self._recent = deque(self._in_flight, passage), deque(maxlen=passage)
         if passage not in self._costs_at:
             self._costs_at[passage] = RowCosts()
             self._costs_at[passage].start_from(self._costs.learned)

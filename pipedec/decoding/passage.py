@@ -173,11 +173,11 @@ class Passages:
     def _end_window(self, running: int) -> None:
         length, tokens, search = self.length, self._tokens, self._search
         seconds, timesteps = self._seconds / self._timesteps, self._productive / tokens
-        search.measured.setdefault(length, Measured(seconds, timesteps)).record(seconds, timesteps)
+        measured = search.measured.setdefault(length, Measured(seconds, timesteps))
+        measured.record(seconds, timesteps)
         for misses in (self._misses.setdefault(length, Misses()), self._all_misses):
             misses.record(tokens, self._window_misses / running)
-        seconds = search.measured[length].seconds
-        search.step(tokens, self._token_seconds, self._latency > _LEAST_SHARE * seconds * length)
+        search.step(tokens, self._token_seconds, self._latency > _LEAST_SHARE * measured.seconds * length)
         if search.length == length:
             self._begin_window()
         else:

@@ -100,6 +100,18 @@ def test_only_requests_that_keep_the_pipeline_full_lengthen_it() -> None:
     assert entered(another, fills=True) == longer
 
 
+def test_forwards_wait_for_a_passage_of_timesteps_in_which_it_was_full() -> None:
+    controller = Controller(LEAST)
+    controller.fill_links(LATENCY)
+    before, found = controller.forwards, list[int]()
+    for _ in range(2 * controller.full_passage - 1):
+        controller.record_entered(EnteredCounts(8, 0, 1, fills=True))
+        controller.record_timestep(TimestepTiming(0.1, 0.08, (0.01,) * controller.forwards))
+        found.append(controller.forwards)
+    assert controller.passage == controller.full_passage > LEAST
+    assert found[-1] > before and set(found[:-1]) == {before}
+
+
 def test_rows_cost_what_they_cost_with_this_passage() -> None:
     """In a timestep that waits for links rows are free, in one that waits for stages they are not."""
     controller = Controller(LEAST)
