@@ -27,7 +27,9 @@ from benchmarks.output import Device, Out, append, console, machine_text, pipeli
 from pipedec.bench.options import Draft, Positive, Target
 from pipedec.bench.record import Row, check_writable, header
 from pipedec.config import AUTO, Settings
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import read_prompts
 from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES, load_drafter, new_batch, resolve
@@ -102,7 +104,7 @@ class PipelineContender:
         self._pipeline, self._method = pipeline, method
 
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        request = Request(0, tuple(prompt_token_ids), SamplingParams(max_tokens=max_tokens), method=self._method)
+        request = TokenizedRequest(0, tuple(prompt_token_ids), SamplingParams(max_tokens=max_tokens), method=self._method)
         return [token for verdict in self._pipeline.run(request) for token in verdict.tokens]
 
 

@@ -28,7 +28,8 @@ from benchmarks.output import Out, append, titled_table
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, check_writable, header
 from pipedec.cluster.network import interface_address
-from pipedec.core import RequestUpdate, StageMessage, Step, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
 from pipedec.transport.torch_distributed import TorchTransport

@@ -34,7 +34,8 @@ from pipedec.bench.report import style
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, print_files, print_table
 from pipedec.config import AUTO, NONE
 from pipedec.config.cluster import cluster_from
-from pipedec.core import DEFAULT_METHOD, PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.request import DEFAULT_METHOD
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command

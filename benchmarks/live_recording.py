@@ -20,7 +20,8 @@ from pipedec.bench.record import check_writable
 from pipedec.bench.sweep.pipelines import emulated
 from pipedec.cli.benchmarks.shared import EmulatedClusterFlags
 from pipedec.cli.show import console
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.experience_files import initial_experience
@@ -96,7 +97,7 @@ def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str,
     LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
     has_begun, last_us = True, 0
     token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
-    for _ in pipeline.run(Request(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)):
+    for _ in pipeline.run(TokenizedRequest(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)):
         if now_us() >= last_us + _STATS_US:
             last_us = now_us()
             frames.append(figures(running=1))

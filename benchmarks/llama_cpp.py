@@ -18,7 +18,7 @@ from pipedec.bench.load.benchmark import Place
 from pipedec.bench.load.offered import OfferedLoad, Policy
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.options import DrawnPrompt
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.gguf import is_gguf, located
 from pipedec.methods import PlainOptions

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pipedec.bench.record import Row, append_rows, plain
 from pipedec.flags import Help
-from pipedec.messages import RunDescription
+from pipedec.messages.run import RunDescription
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]

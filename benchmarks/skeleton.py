@@ -21,10 +21,11 @@ from pipedec.bench.record import Row
 from pipedec.bench.threads.benchmark import SEQUENTIAL, Style, ThreadsConfig, written_fields
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
 from pipedec.cli.benchmarks.threads import measure_threads
-from pipedec.core import Request, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, own_options, partial_of, run_command
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import make_options
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadMetrics
@@ -189,7 +190,7 @@ class DecodeRounds:
             sampling = self.request.sampling
             if sampling.seed is not None:
                 sampling = replace(sampling, seed=sampling.seed + self.costs.requests + number)
-            requests.append(Request(number, prompt, sampling, method, self._options))
+            requests.append(TokenizedRequest(number, prompt, sampling, method, self._options))
         for _ in self._pipeline.run_all({1: requests}):
             pass
         replies, began_ms, ended_ms = [], 0.0, 0.0

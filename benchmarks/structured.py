@@ -22,7 +22,8 @@ from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, write_summary
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
-from pipedec.core import Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
@@ -128,7 +129,7 @@ class _Answers:
         """The figures of one answer. ``parses``: whether it is JSON; None if it was cut."""
         self._pipeline = self._pipeline or LocalPipeline.load(self._spec)
         token_ids = self._prompter.token_ids(prompt, False, sampling.max_tokens)
-        verdicts = list(self._pipeline.run(Request(0, token_ids, sampling, method)))
+        verdicts = list(self._pipeline.run(TokenizedRequest(0, token_ids, sampling, method)))
         answer = [token for verdict in verdicts for token in verdict.tokens]
         metrics, reason = self._pipeline.last.metrics, verdicts[-1].finished
         text = self._prompter.text(answer)

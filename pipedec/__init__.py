@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipedec.core import Completion, SamplingParams, StructuredOutputs
+from pipedec.core.completion import Completion
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 # The fields in which well-known data sets keep their prompt, tried in this order if no field is given.
 _USUAL_FIELDS = ("prompt", "question", "turns", "request", "text", "instruction")

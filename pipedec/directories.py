@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 _YOUR_OWN = "set PIPEDEC_STATE_DIR to a directory of your own"
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 
 logger = logging.getLogger(__name__)
 

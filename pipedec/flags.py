@@ -24,7 +24,7 @@ import click
 from click.core import ParameterSource
 from msgspec import Meta
 
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command

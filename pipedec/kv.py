@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, islice, takewhile
 
-from pipedec.core import SlotRuns
+from pipedec.core.stage_message import SlotRuns
 
 _MOST_COMPARED = 64  # latest blocks that are compared with the beginning of a prompt
 

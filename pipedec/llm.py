@@ -22,9 +22,12 @@ from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings
 from pipedec.config.settings import keyword_arguments
-from pipedec.core import DEFAULT_METHOD, Completion, MethodOptions, SamplingParams, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, MethodOptions
+from pipedec.core.sampling import SamplingParams
 from pipedec.grammar.apart import check_apart
-from pipedec.messages import LOCAL_TENANT, PromptRequest
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.scheduler import RunStatus
 from pipedec.text.prompt import load_tokenizer

@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from msgspec.structs import asdict, fields, force_setattr
 
-from pipedec.core import DEFAULT_METHOD, KNEE_ROWS, MAX_FORWARDS, BadValue, MethodOptions, Request, UserError
+from pipedec.core.errors import BadValue, UserError
+from pipedec.core.limits import KNEE_ROWS, MAX_FORWARDS
+from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
 
 MAX_ROWS = 512  # of one request that enter at one timestep
 MAX_DRAFTED_ROWS = 2048  # of one request that are drafted at one timestep
@@ -300,7 +302,7 @@ def applicable_options(name: str, limits: Mapping[str, Any]) -> MethodOptions:
     return make_options(name, {key: value for key, value in limits.items() if key in taken and value is not None})
 
 
-def options_of(request: Request, kind: type[Options]) -> Options:
+def options_of(request: TokenizedRequest, kind: type[Options]) -> Options:
     """The request's options, which are of this ``kind``, or its defaults."""
     if request.options is None:
         return kind()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from pipedec.core import LARGEST, BadValue, UserError
+from pipedec.core.errors import BadValue, UserError
+from pipedec.core.records import LARGEST
 
 Config = TypeVar("Config")
 
@@ -58,6 +59,11 @@ def read_text(path: Path) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise UserError(f"{path}: not a UTF-8 text file") from None
+
+
+def to_json(message: msgspec.Struct) -> str:
+    """Raises UnicodeEncodeError for a text that is not UTF-8."""
+    return msgspec.json.encode(message).decode()
 
 
 class _StrictLoader(yaml.SafeLoader):

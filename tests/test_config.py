@@ -11,7 +11,7 @@ from support.checkpoints import FAMILIES, save_tiny
 from pipedec.config import ClusterConfig, RedisConfig, load_cluster, state_directory
 from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import redis_config
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import FAMILIES as SUPPORTED
 from pipedec.families import KNOWN_MODELS, model_by_name
 from pipedec.hardware import DEVICES, WeightFormat, reported_device

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSet, PromptSource, read_prompts
 
 

@@ -9,7 +9,7 @@ import torch
 from support.fake_cuda import FakeCuda
 
 from benchmarks.kernels.stopwatch import Stopwatch
-from pipedec.core import Load
+from pipedec.core.stage_message import Load
 from pipedec.device import GpuDevice, HostDevice, PhaseTimes, device_of, to_device, to_host
 from pipedec.engine.recorder import Pacer, Recorder
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipedec.config.environment import usable_cpus
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import cache_directory, settle_home, state_directory
 from pipedec.engine.devices import limit_threads
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import (
     ON_OFF,
     Help,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.examples import examples
 
-from pipedec.core import SlotRuns
+from pipedec.core.stage_message import SlotRuns
 from pipedec.kv import KVManager
 
 Prefix = tuple[int, ...]  # a token, and all before it

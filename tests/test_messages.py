@@ -10,47 +10,37 @@ from msgspec import convert, to_builtins
 from support.run_stats import described_ranks
 
 from pipedec.config import Settings
-from pipedec.core import (
-    Accepted,
-    Completion,
-    Metrics,
-    NewRequest,
-    PipedecError,
-    SamplingParams,
-    StructuredOutputs,
-    UserError,
-    Verdict,
-)
-from pipedec.messages import (
+from pipedec.core.completion import Completion, Metrics
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.stage_message import NewRequest
+from pipedec.core.verdict import Accepted, Verdict
+from pipedec.messages.events import (
     AbortEvent,
     AddressEvent,
     CacheSlotsEvent,
     CancelledEvent,
     CardEvent,
-    Choice,
     CompletionEvent,
     ErrorEvent,
     Event,
-    LinkSpeed,
     LoadedEvent,
     LogprobsEvent,
     OverranEvent,
     PausedEvent,
     PromptLogprobsEvent,
-    PromptRequest,
-    RankDescription,
     ResumedEvent,
-    RunDescription,
     ThreadNews,
     TokensEvent,
     TraceEvents,
     event_from_json,
-    to_json,
 )
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import Choice, LinkSpeed, RankDescription, RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.threads import load_dialect
 from pipedec.tracing import TraceEvent
-from pipedec.validation import parse_json, validated
+from pipedec.validation import parse_json, to_json, validated
 
 FULL = SamplingParams(
     temperature=0.6, top_k=80, top_p=0.9, min_p=0.01, seed=2**64 - 1, max_tokens=7, stop=("\n\n", "END"), stop_token_ids=(3, 4),

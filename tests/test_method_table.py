@@ -14,7 +14,9 @@ from support.tiny_pair import Pair
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
 from pipedec.config import Settings
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.llm import named_options
@@ -46,7 +48,9 @@ def test_a_new_method_is_one_file_and_one_line(pair: Pair) -> None:
             pipeline = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", bita="none", stages=stages)))
             plain, guessed = ([], 0), ([], 0)
             for method in ("pp", "token-before"):
-                requests = [Request(number, (1, 9, 30 + number), SamplingParams(max_tokens=24), method) for number in range(4)]
+                requests = [
+                    TokenizedRequest(number, (1, 9, 30 + number), SamplingParams(max_tokens=24), method) for number in range(4)
+                ]
                 for _ in pipeline.run_all({1: requests}):
                     continue
                 answers = [pipeline.answers[request.number] for request in requests]
@@ -65,7 +69,7 @@ def test_every_entry_leads_to_code_and_to_options(entry: MethodEntry) -> None:
 
 
 def test_the_default_and_the_widest_step() -> None:
-    assert find_method(Request(0, ()).method).name == DEFAULT_METHOD
+    assert find_method(TokenizedRequest(0, ()).method).name == DEFAULT_METHOD
     assert option_rules(BestFirstOptions)["width"].at_most == MAX_ROWS
     assert all(
         bool(rule.choices) == (not rule.at_most) for one in METHODS.values() for rule in option_rules(one.options).values()

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair, reference_threads
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
@@ -109,7 +110,7 @@ def test_the_pipeline_says_what_transformers_says(stages: int, groups: int, ship
     for number, text in enumerate(PROMPTS):
         token_ids, answer = expected(text, 32)
         for method in ("pp", "pipedec"):
-            request = Request(number, token_ids, SamplingParams(max_tokens=16), method)
+            request = TokenizedRequest(number, token_ids, SamplingParams(max_tokens=16), method)
             found = [token for verdict in pipeline.run(request) for token in verdict.tokens]
             assert shipped.compare(token_ids, answer[:16], found) is None
             metrics = pipeline.last.metrics

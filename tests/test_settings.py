@@ -25,12 +25,12 @@ from pipedec.config import Settings, settings_options
 from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import RedisConfig
 from pipedec.config.settings import GROUPS, given_settings
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import resolve
-from pipedec.messages import RunDescription, to_json
+from pipedec.messages.run import RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.spec import PipelineSpec
-from pipedec.validation import parse_json
+from pipedec.validation import parse_json, to_json
 
 PACKAGE = Path(pipedec.__file__).parent
 NEW_SETTING = """    prefetch: Annotated[Annotated[int, Meta(ge=0, le=9)], Help("Verdicts to prefetch.")] = 2

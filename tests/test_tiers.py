@@ -117,7 +117,7 @@ def test_a_change_is_reached_by_imports_helpers_and_names(changed: str, reached:
 
 def test_what_ranks_and_the_program_run_is_reached_by_tests_that_start_processes() -> None:
     file = [TESTS / "text" / "test_stream.py"]
-    for changed, is_reached in (("lua/grant.lua", True), ("pipedec/messages.py", True), ("docs/drafts.md", False)):
+    for changed, is_reached in (("lua/grant.lua", True), ("pipedec/messages/events.py", True), ("docs/drafts.md", False)):
         reaches = Reach(TESTS.parent, {changed})
         assert reaches.is_reached(file, is_process=True) == is_reached, changed
         assert not reaches.is_reached(file)

@@ -22,7 +22,7 @@ from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import DTYPES
 from pipedec.families import KVShape, LayerShape
 from pipedec.flags import Help, check_fields

@@ -15,7 +15,7 @@ import torch
 from pipedec.bench.options import check_known
 from pipedec.bench.record import spread
 from pipedec.config.settings import DEVICES
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.device import Device, device_of
 from pipedec.hardware import GIGA
 

@@ -21,9 +21,9 @@ from pipedec.bench.report.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dre
 from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, make_directory, print_files, question_options
 from pipedec.cli.options import refuse_flags
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of, run_command
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 
 if TYPE_CHECKING:
     import numpy

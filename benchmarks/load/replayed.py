@@ -27,7 +27,8 @@ from pipedec.bench.options import DrawnPrompt, Positive
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
 from pipedec.config import Settings
-from pipedec.core import Request, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, load_prompter, resolve
@@ -35,7 +36,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.flags import Help
 from pipedec.kv import KVManager
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.text.prompt import Prompter
 
 
@@ -133,7 +134,7 @@ class OfferedRequest:
     """A request to offer, and the answer that the target gives."""
 
     prompt: DrawnPrompt
-    request: Request  # its number is replaced by that of its submission
+    request: TokenizedRequest  # its number is replaced by that of its submission
     answer: tuple[int, ...]
     turn: int = 1  # of the conversation, from 1
     following: OfferedRequest | None = None  # the next turn, which is submitted when this one is answered
@@ -144,7 +145,7 @@ class _SubmittedRequest:
     """A request between the client and the end of its answer: when it came, in seconds and in timesteps of the pipeline."""
 
     job: OfferedRequest
-    request: Request
+    request: TokenizedRequest
     seconds: float
     timestep: int
     ttft_timesteps: int | None = None
@@ -328,7 +329,7 @@ class OnReplay(Place):
         for turns in asked:
             following: OfferedRequest | None = None
             for turn, (prompt, answer) in reversed(list(enumerate(turns, start=1))):
-                request = Request(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
+                request = TokenizedRequest(0, prompt.token_ids, prompt.request.sampling, policy.method, policy.options)
                 following = OfferedRequest(prompt, request, answer, turn, following)
             assert following is not None
             jobs.append(following)
@@ -358,7 +359,7 @@ class OnReplay(Place):
         missing = list({p.token_ids: p for p in prompts if p.prompt_set != RANDOM and not self._recording.knows(p)}.values())
         for first in range(0, len(missing), _RECORDED_AT_ONCE):
             some = missing[first : first + _RECORDED_AT_ONCE]
-            requests = [Request(number, one.token_ids, one.request.sampling, "pp") for number, one in enumerate(some)]
+            requests = [TokenizedRequest(number, one.token_ids, one.request.sampling, "pp") for number, one in enumerate(some)]
             for _ in self._target.run_all({1: requests}):
                 pass
             for number, one in enumerate(some):

@@ -22,7 +22,8 @@ from pipedec.bench.load.offered import Policy
 from pipedec.bench.record import ROWS_FILE, Row, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options
-from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import Help, own_options, partial_of, run_command
 from pipedec.methods import registered
 

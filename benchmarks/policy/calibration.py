@@ -15,7 +15,8 @@ from typing import ClassVar, NamedTuple
 from pandas import DataFrame, Series, qcut
 
 from benchmarks.policy.study import PolicyAnswer
-from pipedec.core import DEFAULT_METHOD, Accepted
+from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.acceptance import Line
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.method import MethodContext

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Annotated
 
-from pipedec.core import MAX_FORWARDS
+from pipedec.core.limits import MAX_FORWARDS
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.method import MethodContext

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from pipedec.bench.options import DrawnPrompt
 from pipedec.bench.record import Row
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.kv import KVManager
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 

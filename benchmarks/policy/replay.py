@@ -19,7 +19,11 @@ from torch import Tensor
 
 from benchmarks.policy.recording import RecordedDrafter
 from pipedec.bench.overhead.null_rank import no_layers, sequence_of
-from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.core.completion import Metrics
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance
@@ -177,7 +181,7 @@ class WatchedExperience(Experience):
         self._is_proposed: list[bool] = []
         self._watched: dict[int, AcceptanceModel] = {}  # by the identity of what is watched: who shares it is scored together
 
-    def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
+    def learned(self, request: TokenizedRequest, kind: type[_T], *args: Any) -> _T:
         known: Any = super().learned(request, kind, *args)
         if isinstance(known, AcceptanceModel):
             known = self._watched.setdefault(id(known), _WatchedAcceptance(known, self._is_proposed))
@@ -213,7 +217,7 @@ class _WatchedAcceptance(AcceptanceModel):
 class ReplayedAnswer:
     """A request whose answer is known, and what becomes of it. All times are seconds of the emulated clock."""
 
-    request: Request
+    request: TokenizedRequest
     answer: tuple[int, ...]  # the tokens that the target generates
     began: float  # when its first row entered the pipeline, or at first when it arrived there
     metrics: Metrics = field(default_factory=Metrics)  # its counters; their seconds are emulated
@@ -271,7 +275,7 @@ class ReplayedPipeline:
         self._stages = LocalStages(workers, topology, recorder, self.clock)
         self._answers: dict[int, ReplayedAnswer] = {}
 
-    def check(self, request: Request) -> None:
+    def check(self, request: TokenizedRequest) -> None:
         """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
         self._pool.batch.check(request, ThreadSequence(len(request.prompt_token_ids), (), 1))
 
@@ -279,7 +283,7 @@ class ReplayedPipeline:
     def num_running(self) -> int:
         return len(self._pool.running)
 
-    def begin(self, request: Request, answer: tuple[int, ...]) -> ReplayedAnswer:
+    def begin(self, request: TokenizedRequest, answer: tuple[int, ...]) -> ReplayedAnswer:
         """Let ``request`` enter, to which the target generates ``answer``. Raises UserError as ``check``."""
         self.check(request)
         replayed = ReplayedAnswer(request, answer, self.clock.seconds())
@@ -298,7 +302,7 @@ class ReplayedPipeline:
             replayed.is_proposed += self._experience.take_proposed(len(verdict.tokens))
             yield replayed
 
-    def run_alone(self, request: Request, answer: tuple[int, ...]) -> Replayed:
+    def run_alone(self, request: TokenizedRequest, answer: tuple[int, ...]) -> Replayed:
         """The cost of ``request`` alone in the pipeline. Raises UserError as ``check``."""
         replayed = self.begin(request, answer)
         for _ in self.run():

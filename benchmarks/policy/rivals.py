@@ -15,7 +15,8 @@ from pandas import DataFrame
 from benchmarks.policy.study import PolicyFigures
 from pipedec.bench.load.offered import Policy
 from pipedec.bench.record import Row
-from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
 
 
 @dataclass(frozen=True)

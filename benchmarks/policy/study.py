@@ -29,7 +29,9 @@ from pipedec.bench.sweep.config import TUNED
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig, Settings
-from pipedec.core import Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
@@ -38,7 +40,7 @@ from pipedec.engine.build import load_drafter, resolve
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help, check_fields
-from pipedec.messages import LOCAL_TENANT, PromptRequest
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import applicable_options
 from pipedec.text.prompt import Prompter
 
@@ -142,9 +144,9 @@ class Study:
         experience = WatchedExperience(self._spec.settings.passage, prior)
         return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
-    def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> Request:
+    def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> TokenizedRequest:
         tenant = LOCAL_TENANT if self._config.shared_suffixes else None
-        return Request(number, prompt, self._config.request.sampling, policy.method, policy.options, tenant=tenant)
+        return TokenizedRequest(number, prompt, self._config.request.sampling, policy.method, policy.options, tenant=tenant)
 
 
 SCHEMA = "pipedec.policy/1"

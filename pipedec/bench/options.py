@@ -15,10 +15,11 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pipedec.bench.record import key_of, write_json
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.flags import Help
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 
 Positive = Annotated[int, Meta(ge=1)]
 Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]

@@ -23,7 +23,7 @@ import torch
 
 from pipedec import __version__
 from pipedec.config.environment import usable_cpus
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.engine.devices import processor_name
 
 Row = dict[str, Any]

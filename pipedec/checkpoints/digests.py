@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pipedec.checkpoints.tensors import StoredTensor, TensorFiles, read_header
 from pipedec.config.environment import usable_cpus
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.gguf import is_gguf, located, model_files
 
 VOCABULARY_FILE = "draft_vocabulary.safetensors"  # beside the weights of a draft that does not know all tokens of its target

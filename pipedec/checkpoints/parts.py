@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, fingerprint, tensor_digests
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape, json_object, model_config
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 

@@ -28,9 +28,12 @@ from pipedec.client.reply import Reply
 from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import NONE, Settings, settings_options
-from pipedec.core import DEFAULT_METHOD, Completion, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import ON_OFF, Help, own_options
-from pipedec.messages import LOCAL_TENANT, PromptRequest, ThreadNews
+from pipedec.messages.events import ThreadNews
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import find_method
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
 

@@ -20,9 +20,10 @@ from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.flags import Help, options_of
-from pipedec.messages import LOCAL_TENANT, PromptRequest
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHOD_NAMES
 
 HELP = """/reset  forget the conversation (not the system message)

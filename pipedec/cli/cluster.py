@@ -26,9 +26,10 @@ from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, check_unused, pro
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import Settings, settings_options
 from pipedec.config.redis import redis_config
-from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
-from pipedec.messages import Recovery, RunDescription
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import Recovery
 from pipedec.scheduler import read_description
 from pipedec.topology import rank_name
 

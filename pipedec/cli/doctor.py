@@ -23,7 +23,7 @@ from pipedec.cluster.doctor.findings import Finding, Level, has_problem
 from pipedec.cluster.survey import Survey
 from pipedec.config import load_cluster
 from pipedec.config.redis import redis_config
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.flags import Help, own_options
 
 Findings = Mapping[str, Finding]  # by name

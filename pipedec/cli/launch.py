@@ -26,7 +26,7 @@ from pipedec.cluster.node import main as watch_ranks
 from pipedec.cluster.state import DEFAULT_RUN, check_unused
 from pipedec.config import load_cluster
 from pipedec.config.settings import given_settings
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.flags import Help, own_options
 from pipedec.gguf import is_named
 from pipedec.hardware import GIGA

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from pipedec import __version__
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import settle_home
 from pipedec.flags import Command, run_command
 

@@ -18,11 +18,13 @@ from msgspec import structs
 from pipedec.client.resumption import Resumption
 from pipedec.client.running import Running
 from pipedec.cluster.state import RunningCluster, find_run
-from pipedec.core import DEFAULT_METHOD, SamplingParams, StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.data import PromptSource
 from pipedec.flags import Command, Help, Option, option, option_fields, options_of, with_options
 from pipedec.grammar.apart import check_apart
-from pipedec.messages import LOCAL_TENANT, PromptRequest
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
 from pipedec.threads import load_dialect
 

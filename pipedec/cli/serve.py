@@ -21,7 +21,7 @@ from pipedec.cluster.place import RunAddress
 from pipedec.config import Settings, settings_options
 from pipedec.config.environment import optional_secret
 from pipedec.config.settings import OPTIONS
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair, shipped_name
 from pipedec.flags import Help, options_of
 from pipedec.server.app import create_app

@@ -21,7 +21,7 @@ from pipedec.cli.show import Interrupts
 from pipedec.client.running import Running
 from pipedec.client.watch import RunWatch, is_away
 from pipedec.cluster.state import RunningCluster, find_run
-from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.live.reading import RecordedFrames
 from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, panel, shows_colour

@@ -10,7 +10,7 @@ import click
 
 from pipedec.cli.main import moved_flags
 from pipedec.cli.show import console
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair
 from pipedec.flags import Help, flag_name, options_of, own_options
 from pipedec.train.acceptance import measure_acceptance

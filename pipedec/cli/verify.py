@@ -22,10 +22,13 @@ from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import AUTO, Settings, settings_options
 from pipedec.config.settings import OPTIONS
-from pipedec.core import Completion, PipedecError, Request, SamplingParams, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import read_prompts
 from pipedec.flags import Help, options_of, own_options
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import find_method, make_options, possible_methods
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Dialect, load_dialect
@@ -208,7 +211,9 @@ def _local_answers(
 
     pipeline: LocalPipeline = LocalPipeline.load(spec)
     numbered = [
-        Request(number % concurrency, ids, asked.sampling, method, make_options(method, asked.options), threads=asked.threads)
+        TokenizedRequest(
+            number % concurrency, ids, asked.sampling, method, make_options(method, asked.options), threads=asked.threads
+        )
         for number, (ids, asked) in enumerate(zip(prompt_ids, requests, strict=True))
     ]
     for first in range(0, len(numbered), concurrency):

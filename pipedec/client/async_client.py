@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 from pipedec.client.reply import Delta, Reply, TokenArrivals
 from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence, is_away
 from pipedec.cluster.state import no_such_run
-from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
 from pipedec.live.view import Frame
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus
 
 _READ_SECONDS = 5.0

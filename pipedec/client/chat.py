@@ -24,9 +24,11 @@ from msgspec.structs import replace
 
 from pipedec.client.client import Client
 from pipedec.config.environment import named_proxies
-from pipedec.core import Completion, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
 from pipedec.families import context_length
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.text.prompt import load_tokenizer
 
 _TIMEOUT = httpx2.Timeout(600.0, connect=10.0)

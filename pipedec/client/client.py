@@ -10,10 +10,12 @@ from functools import partial
 
 from pipedec.client.reply import Delta, OnDelta, Reply, TokenArrivals
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
-from pipedec.core import Completion, PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
 from pipedec.live.view import Frame
-from pipedec.messages import AbortEvent, PromptRequest, ThreadNews
+from pipedec.messages.events import AbortEvent, ThreadNews
+from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import ClientScheduler
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while no event arrives

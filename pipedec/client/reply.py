@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipedec.core import Completion, PipedecError, RankLost, RequestFailed, UserError
-from pipedec.messages import (
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, RankLost, RequestFailed, UserError
+from pipedec.messages.events import (
     AbortEvent,
     CacheSlotsEvent,
     CancelledEvent,
@@ -25,12 +26,12 @@ from pipedec.messages import (
     OverranEvent,
     PausedEvent,
     PromptLogprobsEvent,
-    PromptRequest,
     ResumedEvent,
     ThreadNews,
     TokensEvent,
     TraceEvents,
 )
+from pipedec.messages.request import PromptRequest
 from pipedec.tracing import TraceEvent
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 
 from msgspec.structs import replace
 
-from pipedec.core import Completion, UserError
-from pipedec.messages import PromptRequest
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.messages.request import PromptRequest
 from pipedec.validation import validated
 
 

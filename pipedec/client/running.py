@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from pipedec.client.client import Client
-from pipedec.core import RankLost, UserError
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.core.errors import RankLost, UserError
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.methods import METHODS, find_method, possible_methods
 from pipedec.scheduler import ClientScheduler, read_description
 from pipedec.topology import Topology

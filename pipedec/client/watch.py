@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 
 from pipedec.client.reply import Reply
-from pipedec.core import OutOfDescriptors, PipedecError, RankLost
+from pipedec.core.errors import OutOfDescriptors, PipedecError, RankLost
 from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import RESTORED
 from pipedec.topology import rank_name

@@ -14,7 +14,7 @@ from pipedec.checkpoints import CheckpointPart, content_digest
 from pipedec.cluster.inbox import PIECE_BYTES, WantedFile
 from pipedec.cluster.node_link import News, NodeLink
 from pipedec.config import ClusterConfig
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf import is_gguf, is_named
 

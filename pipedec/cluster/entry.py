@@ -19,12 +19,12 @@ from pipedec.cluster.logs import run_log
 from pipedec.cluster.place import RankPlace, Report, RunAddress
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER
 from pipedec.config.environment import set_rank_environment
-from pipedec.core import PipedecError, RankLost
+from pipedec.core.errors import PipedecError, RankLost
 from pipedec.scheduler import RankScheduler
 from pipedec.topology import Topology, of_rank, rank_name
 
 if TYPE_CHECKING:
-    from pipedec.messages import RankDescription
+    from pipedec.messages.run import RankDescription
     from pipedec.plan.spec import PipelineSpec
     from pipedec.transport.rendezvous import Store
 

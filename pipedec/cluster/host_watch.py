@@ -16,8 +16,8 @@ from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, kill
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import find_stall, stall_limit
 from pipedec.config.settings import Cluster
-from pipedec.core import PipedecError, RankLost, SchedulerLost
-from pipedec.messages import Recovery
+from pipedec.core.errors import PipedecError, RankLost, SchedulerLost
+from pipedec.messages.stats import Recovery
 from pipedec.scheduler import Supervision, SupervisorScheduler
 from pipedec.topology import rank_name
 

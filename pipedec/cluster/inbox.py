@@ -18,7 +18,7 @@ from typing import BinaryIO
 from pipedec import __version__
 from pipedec.checkpoints import content_digest, remember
 from pipedec.cluster.node import take_standard_streams
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.directories import cache_directory
 from pipedec.hardware import GIGA
 

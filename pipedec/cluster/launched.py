@@ -33,7 +33,7 @@ from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.cluster import cluster_to_json
-from pipedec.core import PipedecError, RankLost, SchedulerLost, UserError
+from pipedec.core.errors import PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named, located, model_files

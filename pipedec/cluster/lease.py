@@ -15,7 +15,7 @@ from typing import Protocol
 
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
-from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
+from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.engine.activity import Activity
 from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
 from pipedec.scheduler.scripts import LEASE_MS

@@ -18,7 +18,7 @@ from pipedec.cluster.processes import RankProcesses, run_apart
 from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import Settings
 from pipedec.config.settings import LogLevel
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from pipedec.config import state_directory
 from pipedec.config.settings import LogLevel
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 
 MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it
 MOST_RUNS = 20  # whose logs are kept, besides those of runs that are up

@@ -35,11 +35,12 @@ from pipedec.cluster.network import (
 )
 from pipedec.cluster.place import RankPlace
 from pipedec.config.environment import configured_interface
-from pipedec.core import EpochEnded, PipedecError, RankLost, UserError
+from pipedec.core.errors import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.directories import cache_directory
 from pipedec.engine.activity import Activity
 from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
-from pipedec.messages import AddressEvent, CardEvent, Event, LoadedEvent, RankDescription
+from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
+from pipedec.messages.run import RankDescription
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, read_description, scripts_digest
 from pipedec.topology import rank_name

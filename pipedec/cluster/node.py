@@ -26,7 +26,7 @@ from pipedec import __version__
 from pipedec.cluster.network import installed_version, interface_address, routed_address
 from pipedec.cluster.processes import RankProcesses, start_fork_server
 from pipedec.config import state_directory
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.validation import validated
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from pipedec.config import ServerConfig
 from pipedec.config.cluster import LaunchConfig
 from pipedec.config.environment import ssh_program
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 CONNECT_SECONDS = 8
 NO_DIRECTORY = 101  # exit status of the remote command if its directory does not exist

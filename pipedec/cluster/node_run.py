@@ -20,7 +20,7 @@ from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.spares import Spares
 from pipedec.config.cluster import cluster_from_json
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.plan.files import checkpoints_of, host_parts
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places, spare_places

@@ -20,8 +20,8 @@ from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.processes import describe_exit
 from pipedec.config import ClusterConfig, RedisConfig
 from pipedec.config.environment import RANK_ENVIRONMENT, transport_environment
-from pipedec.core import PipedecError, UserError
-from pipedec.messages import Recovery
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.messages.stats import Recovery
 from pipedec.plan.placement import Placement
 from pipedec.validation import validated
 

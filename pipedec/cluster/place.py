@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pipedec.cluster.network import is_this_host
 from pipedec.config import ServerConfig
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import BaseScheduler, connect
 from pipedec.topology import Topology, rank_name

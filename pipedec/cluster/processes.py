@@ -21,7 +21,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 
 Result = TypeVar("Result")
 _Spawned = tuple[ForkServerProcess, Connection]

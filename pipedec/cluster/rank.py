@@ -24,7 +24,7 @@ from pipedec.cluster.place import RankPlace, Report, checked_host
 from pipedec.cluster.processes import leave
 from pipedec.config import AUTO
 from pipedec.config.environment import captures_graphs
-from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
+from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.decoding import Drafter
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.device import device_of
@@ -41,7 +41,7 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.families import model_config
 from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed
-from pipedec.messages import Choice, LinkSpeed, RankDescription, RunDescription
+from pipedec.messages.run import Choice, LinkSpeed, RankDescription, RunDescription
 from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec

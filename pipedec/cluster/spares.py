@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedec.cluster.stalls import Stall
-from pipedec.core import RankLost
+from pipedec.core.errors import RankLost
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import Supervision
 from pipedec.topology import rank_name

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipedec.core import SLOW_SECONDS
-from pipedec.messages import ActivityReport
+from pipedec.core.limits import SLOW_SECONDS
+from pipedec.messages.stats import ActivityReport
 from pipedec.topology import rank_name
 
 _SLOWER = 5.0  # how many times its longest timestep so far a rank may compute

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from pipedec.config import state_directory
 from pipedec.config.redis import redis_config
-from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.scheduler import ClientScheduler, connect, read_description
 from pipedec.topology import Topology
 

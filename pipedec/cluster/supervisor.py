@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Self
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import RunAddress
 from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, killed_ranks
-from pipedec.core import PipedecError, RankLost, SchedulerLost
-from pipedec.messages import Recovery, RunDescription
+from pipedec.core.errors import PipedecError, RankLost, SchedulerLost
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import Recovery
 from pipedec.scheduler import ClientScheduler, SupervisorScheduler, read_description
 from pipedec.topology import Topology, rank_name
 

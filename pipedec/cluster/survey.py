@@ -23,7 +23,7 @@ from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
 from pipedec.config import NONE, ClusterConfig
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import rank_places

@@ -24,9 +24,9 @@ from pipedec.config import ClusterConfig, Settings, load_cluster
 from pipedec.config.environment import set_rank_environment
 from pipedec.config.redis import redis_config
 from pipedec.config.settings import given_settings
-from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
-from pipedec.messages import RankDescription
+from pipedec.messages.run import RankDescription
 from pipedec.plan.placement import rank_places
 from pipedec.scheduler import SupervisorScheduler
 from pipedec.topology import Topology, rank_name

@@ -14,7 +14,7 @@ from msgspec import Meta, json
 
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import AUTO, NONE, SETTINGS, Settings, Text
-from pipedec.core import BadValue, UserError
+from pipedec.core.errors import BadValue, UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, LinkSpec

@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import settle_home
 
 RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({

@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from msgspec import Meta
 
-from pipedec.core import BadValue, UserError
+from pipedec.core.errors import BadValue, UserError
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 from msgspec import Meta, to_builtins
 
 from pipedec.config.redis import RedisConfig
-from pipedec.core import MAX_NUM_SEQS, MAX_PASSAGE, MAX_WAITING, BadValue, MethodOptions
+from pipedec.core.errors import BadValue
+from pipedec.core.limits import MAX_NUM_SEQS, MAX_PASSAGE, MAX_WAITING
+from pipedec.core.request import MethodOptions
 from pipedec.directories import reference_threads
 from pipedec.families import ModelImpl
 from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options

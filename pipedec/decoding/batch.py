@@ -18,7 +18,11 @@ from typing import TypeVar
 import torch
 from msgspec import structs
 
-from pipedec.core import DEFAULT_METHOD, DRAFTED_ROWS, KNEE_ROWS, Load, Request, RequestUpdate, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.limits import DRAFTED_ROWS, KNEE_ROWS
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.stage_message import Load, RequestUpdate
+from pipedec.core.verdict import Verdict
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import EnteredCounts, TimestepTiming
 from pipedec.decoding.experience import Experience
@@ -111,13 +115,13 @@ class Batch:
         """Requests with a lane."""
         return len(self.requests) - self.num_waiting
 
-    def check(self, request: Request, sequence: ThreadSequence) -> None:
+    def check(self, request: TokenizedRequest, sequence: ThreadSequence) -> None:
         """Raises UserError if the method of ``request`` cannot run here, prompt and answer (a new ``sequence``) need more memory
         than there is, or the prompt's log-probabilities are requested with several threads.
         """
         self._new_state(request, lambda: sequence)
 
-    def _new_state(self, request: Request, new_sequence: NewSequence) -> RequestState:
+    def _new_state(self, request: TokenizedRequest, new_sequence: NewSequence) -> RequestState:
         if request.sampling.prompt_logprobs is not None and request.threads is not None:
             raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
         state, capacity = RequestState(request, new_sequence, self._context, self.tally), self.kv.capacity
@@ -130,7 +134,7 @@ class Batch:
             )
         return state
 
-    def open(self, request: Request, new_sequence: NewSequence) -> None:
+    def open(self, request: TokenizedRequest, new_sequence: NewSequence) -> None:
         """Begin a request: its prompt enters as soon as there is memory. ``new_sequence`` makes the sequence of its answer with
         earlier tokens, again if an answer in several threads is paused. Raises UserError as ``check``, or if the prompt is empty.
         """
@@ -323,7 +327,7 @@ class Batch:
         """Learn how long a timestep of the full pipeline took."""
         self._controller.record_timestep(timing)
 
-    def _context(self, request: Request, sequence: ThreadSequence) -> MethodContext:
+    def _context(self, request: TokenizedRequest, sequence: ThreadSequence) -> MethodContext:
         """The context of the methods of an answer's threads, from now until it is paused."""
         if self.awaits_drafter and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))

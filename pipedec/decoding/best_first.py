@@ -23,7 +23,8 @@ from math import exp, inf, log
 
 import torch
 
-from pipedec.core import Accepted, Step
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.acceptance import NO_LINE, Line
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below

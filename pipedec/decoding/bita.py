@@ -21,7 +21,9 @@ from itertools import repeat
 
 import torch
 
-from pipedec.core import Accepted, MaskParams, Step, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.stage_message import MaskParams, Step
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.mask_forecast import Confidence, MaskForecast

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import ceil, inf
 from statistics import fmean, median_high
 
-from pipedec.core import MAX_FORWARDS
+from pipedec.core.limits import MAX_FORWARDS
 from pipedec.decoding.learned import LearnedAcceptance, LearnedCosts, MeasuredRows
 from pipedec.decoding.passage import Passages
 

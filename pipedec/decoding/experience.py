@@ -7,7 +7,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec.structs import asdict, replace
 
-from pipedec.core import MethodOptions, Request, SamplingParams
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding.controller import Controller
 from pipedec.decoding.learned import GREEDY, NOTHING_LEARNED, LearnedAcceptance, LearnedCosts, LearnedRates, kind_of
 from pipedec.decoding.shared_texts import SharedTexts
@@ -56,7 +57,7 @@ class Experience:
             unproposed_share=self.controller.unproposed_share, proposes_seen=self.controller.proposes_seen,
         )  # fmt: skip
 
-    def learned(self, request: Request, kind: type[_T], *args: Any) -> _T:
+    def learned(self, request: TokenizedRequest, kind: type[_T], *args: Any) -> _T:
         """The statistics of similar requests: for the first of them ``kind(*args)``, which starts from the prior for such
         requests, else from that for greedy ones. The least recently used statistics are dropped.
         """

@@ -10,7 +10,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from pipedec.core import MAX_PASSAGE, Request
+from pipedec.core.limits import MAX_PASSAGE
+from pipedec.core.request import TokenizedRequest
 from pipedec.methods import PROPOSERS, BestFirstOptions
 
 GREEDY = "greedy"
@@ -21,7 +22,7 @@ Positive = Annotated[float, Meta(gt=0, le=1e9)]
 Priors = Mapping[str, Mapping[str, float]]  # weights by draft source and feature
 
 
-def kind_of(request: Request) -> str:
+def kind_of(request: TokenizedRequest) -> str:
     """A name for requests whose tokens are accepted alike: ``GREEDY``, or sampled, structured, in threads, by other sources."""
     words = ["sampled" if request.sampling.is_stochastic else GREEDY]
     words += ["structured"] * (request.sampling.structured_outputs is not None) + ["threads"] * (request.threads is not None)

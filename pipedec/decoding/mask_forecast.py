@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedec.core import SURPRISAL_UNIT, MaskParams
+from pipedec.core.stage_message import MaskParams
+from pipedec.core.verdict import SURPRISAL_UNIT
 from pipedec.model.markov import MarkovTable
 
 Chances = NDArray[np.floating]  # [K]

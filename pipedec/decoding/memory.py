@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pipedec.core import SlotRuns
+from pipedec.core.stage_message import SlotRuns
 from pipedec.decoding.budget import Claim
 from pipedec.decoding.request_state import RequestState
 from pipedec.kv import KVManager, Lease

@@ -14,7 +14,10 @@ from typing import Protocol
 
 import torch
 
-from pipedec.core import NO_MASKS, Accepted, MaskParams, Request, SamplingParams, Step
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NO_MASKS, MaskParams, Step
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.forced import MAX_FORCED
@@ -68,7 +71,7 @@ class DraftRoom:
 class MethodContext:
     """One answer, and the objects that its methods use."""
 
-    request: Request
+    request: TokenizedRequest
     sequence: ThreadSequence  # methods only read it
     drafter: Drafter | None  # the draft model; None if there is none, or the method does not use it
     experience: Experience  # statistics learned from earlier answers

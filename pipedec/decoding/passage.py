@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipedec.core import MAX_PASSAGE
+from pipedec.core.limits import MAX_PASSAGE
 
 _USUAL_SECONDS = 0.05  # of a timestep in which a draft model has time for several levels of the tree
 _LEAST_SECONDS = 0.004  # of a timestep: a shorter one leaves no time to draft

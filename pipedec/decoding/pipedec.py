@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedec.core import Accepted, Step
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below, grow, of_leaves, plant
 from pipedec.decoding.method import Method, MethodContext

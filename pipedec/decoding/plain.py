@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from pipedec.core import Accepted, Step
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.method import Method, MethodContext

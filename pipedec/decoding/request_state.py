@@ -17,7 +17,9 @@ from operator import itemgetter
 
 import torch
 
-from pipedec.core import MaskParams, NewRequest, Request, Step, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import MaskParams, NewRequest, Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding.budget import Claim, Demand
 from pipedec.decoding.method import Method, MethodContext, new_method
 from pipedec.kv import Lease
@@ -28,7 +30,7 @@ from pipedec.tree import Remaining, ThreadChanges, apply_verdict, is_mask, posit
 ROWS_OF_SEVERAL_THREADS = 128  # of a step that enters whole and that threads share; more if the options allow one thread more
 POSITIONS = 16  # depths below a root at which accepted tokens are counted separately
 
-NewContext = Callable[[Request, ThreadSequence], MethodContext]
+NewContext = Callable[[TokenizedRequest, ThreadSequence], MethodContext]
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Tally:
 class RequestState:
     """One request: its lane, its answer's sequence (with ``request.output_token_ids``), and the methods of its threads."""
 
-    def __init__(self, request: Request, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
+    def __init__(self, request: TokenizedRequest, new_sequence: NewSequence, new_context: NewContext, tally: Tally) -> None:
         self.request = request
         self.number = request.number
         self.sequence = new_sequence()  # of its answer. Only this object passes accepted tokens to it.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import islice
 from math import inf
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree, Lesson
 from pipedec.decoding.method import MethodContext

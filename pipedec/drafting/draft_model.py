@@ -16,7 +16,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.device import to_device, to_host
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.grammar import Bitmask

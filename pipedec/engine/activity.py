@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from pipedec.core import PipedecError
-from pipedec.messages import ActivityReport
+from pipedec.core.errors import PipedecError
+from pipedec.messages.stats import ActivityReport
 
 _FIRST_TIMESTEPS = 3  # of an epoch: they may take as long as a warm-up
 _SLOW_SECONDS, _SLOWER = 0.2, 4.0  # a slow timestep takes at least this long, and this many times the usual duration

@@ -12,13 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
-from pipedec.core import DEFAULT_METHOD, NewRequest, Request, SamplingParams, StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.stage_message import NewRequest
 from pipedec.decoding import Batch
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.families import ModelConfig, model_config
 from pipedec.grammar import Grammar, Vocabulary
 from pipedec.kv import KVManager
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import LayerTreeOptions, make_options
 from pipedec.scheduler.protocol import RankMessage
 from pipedec.text.prompt import Prompter, end_token_ids, load_tokenizer
@@ -143,7 +146,7 @@ class Admission:
             batch.check(request, new_sequence())
         return answer, new_sequence
 
-    def _request(self, number: int, prompt: PromptRequest, received: tuple[int, ...], kv: KVManager) -> Request:
+    def _request(self, number: int, prompt: PromptRequest, received: tuple[int, ...], kv: KVManager) -> TokenizedRequest:
         """The tokenized and checked request. ``received``: tokens of the answer that the client has already."""
         name, sampling = prompt.method or DEFAULT_METHOD, prompt.sampling
         dialect = None if prompt.threads is None else Dialect.from_json(prompt.threads).name
@@ -156,7 +159,7 @@ class Admission:
         options = make_options(name, prompt.options, self.tree)
         output_token_ids = () if prompt.threads else received  # an answer in threads is generated again from its first token
         threads = threads_within(prompt.threads, kv)
-        return Request(
+        return TokenizedRequest(
             number, token_ids, sampling, name, options, prompt.trace, threads, prompt.priority, output_token_ids,
             prompt.tenant if self.shares_suffixes else None,
         )  # fmt: skip

@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass
 
 from msgspec.structs import replace
 
-from pipedec.core import Completion, Request, TokenLogprobs, Verdict
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
+from pipedec.core.completion import Completion
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import TokenLogprobs
+from pipedec.core.verdict import Verdict
+from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
 from pipedec.text.stream import TextStream
 from pipedec.threads import DocumentToken, NewSequence, Sequence, measure
@@ -135,8 +138,8 @@ class RunningAnswer:
     """
 
     def __init__(
-        self, request: Request, new_sequence: NewSequence, prompter: Prompter, num_stages: int, show_threads: bool = False,
-        brought: EarlierOutput | None = None, known: EarlierOutput | None = None,
+        self, request: TokenizedRequest, new_sequence: NewSequence, prompter: Prompter, num_stages: int,
+        show_threads: bool = False, brought: EarlierOutput | None = None, known: EarlierOutput | None = None,
     ) -> None:  # fmt: skip
         self.request = request
         self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)

@@ -12,7 +12,8 @@ from pipedec.checkpoints import has_weights
 from pipedec.config import AUTO, NONE, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
-from pipedec.core import KNEE_ROWS, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
 from pipedec.decoding import Batch, Drafter, Experience, LaneSizes
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
@@ -21,7 +22,7 @@ from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, WeightFormat, reported_device
-from pipedec.messages import BitaDescription
+from pipedec.messages.run import BitaDescription
 from pipedec.model import (
     BitaWeights,
     Checkpoint,

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pipedec.core import Metrics, Step
+from pipedec.core.completion import Metrics
+from pipedec.core.stage_message import Step
 from pipedec.decoding import Batch
 from pipedec.engine.loop import Advanced, Record, RequestClosed, RequestEnded, RequestOpened, Timestep, Waits
-from pipedec.messages import Histogram, KVUsage, RunStats
+from pipedec.messages.stats import Histogram, KVUsage, RunStats
 
 _STEPS_AT_ONCE = 64
 ROW_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0)

@@ -19,7 +19,7 @@ import torch
 
 from pipedec.config import AUTO
 from pipedec.config.environment import onednn_limit, usable_cpus
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.costs import CONTEXT_BYTES
 from pipedec.plan.dtypes import Arithmetic

@@ -13,7 +13,8 @@ from dataclasses import replace
 from threading import Thread
 from typing import Protocol
 
-from pipedec.core import MAX_NUM_SEQS, SLOW_SECONDS, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import MAX_NUM_SEQS, SLOW_SECONDS
 from pipedec.decoding import Batch, Drafter
 from pipedec.engine.admission import Admission
 from pipedec.engine.counters import Counters, RunCounters
@@ -23,7 +24,7 @@ from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import TaskPipeline, WindowPipeline
 from pipedec.engine.request_queue import Frame, RequestQueue
 from pipedec.faults import failure_of, is_of_machine
-from pipedec.messages import ErrorEvent
+from pipedec.messages.events import ErrorEvent
 from pipedec.scheduler.protocol import RankMessage, Remembered
 from pipedec.topology import rank_name
 from pipedec.transport import Transport

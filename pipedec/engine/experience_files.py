@@ -25,7 +25,8 @@ import torch
 
 from pipedec.checkpoints import config_digest, fingerprint
 from pipedec.config.environment import usable_cpus
-from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance, LearnedCosts
 from pipedec.directories import cache_directory

@@ -17,19 +17,12 @@ from typing import Literal
 import torch
 from msgspec import structs
 
-from pipedec.core import (
-    EMPTY,
-    NO_LOAD,
-    Load,
-    Metrics,
-    Request,
-    RequestFailed,
-    RequestUpdate,
-    StageMessage,
-    UserError,
-    Verdict,
-    check_sets_of_tokens,
-)
+from pipedec.core.completion import Metrics
+from pipedec.core.errors import RequestFailed, UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import check_sets_of_tokens
+from pipedec.core.stage_message import EMPTY, NO_LOAD, Load, RequestUpdate, StageMessage
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import Sequences, threads_within
@@ -49,7 +42,7 @@ from pipedec.engine.loop import (
 )
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
 from pipedec.families import model_config
-from pipedec.messages import RunStats
+from pipedec.messages.stats import RunStats
 from pipedec.model import NewCapture, device_capture
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -64,7 +57,7 @@ Prunes = Literal["at once", "with the rows"]
 class LocalAnswer:
     """A request and its result. Lists are in the order of decoding; those of an answer in threads begin at its last pause."""
 
-    request: Request  # with the seed that was chosen for it
+    request: TokenizedRequest  # with the seed that was chosen for it
     new_sequence: NewSequence
     sequence: Sequence = field(init=False)  # its decode threads
     metrics: Metrics = field(default_factory=Metrics)
@@ -132,7 +125,7 @@ class LocalPipeline:
         drafter = load_drafter(spec, device, capture=capture)
         return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes, experience), prunes)
 
-    def run(self, request: Request) -> Iterator[Verdict]:
+    def run(self, request: TokenizedRequest) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``, and RequestFailed if it has failed."""
         for _, verdict in self.run_all({1: [request]}):
             yield verdict
@@ -140,7 +133,7 @@ class LocalPipeline:
             raise RequestFailed(failure)
 
     def run_all(
-        self, arrivals: Mapping[int, Iterable[Request]], cancels: Mapping[int, Iterable[int]] | None = None,
+        self, arrivals: Mapping[int, Iterable[TokenizedRequest]], cancels: Mapping[int, Iterable[int]] | None = None,
         losses: Container[int] = (),
     ) -> Iterator[tuple[int, Verdict]]:  # fmt: skip
         """Decode requests together; yields (request number, verdict). Those of an answer in threads start over after a pause.
@@ -194,7 +187,7 @@ class LocalPipeline:
         """The answer to the request that began last."""
         return self.answers[max(self.answers)]
 
-    def _begin(self, request: Request) -> None:
+    def _begin(self, request: TokenizedRequest) -> None:
         if request.sampling.stop:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling, dialect = request.sampling.seeded(), request.threads

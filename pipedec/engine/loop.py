@@ -20,7 +20,9 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedec.core import EMPTY, NewRequest, Request, RequestUpdate, StageMessage, TokenLogprobs, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import EMPTY, NewRequest, RequestUpdate, StageMessage, TokenLogprobs
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, RequestState, TimestepTiming
 from pipedec.engine.recorder import TimedSpan, TimestepLoad
 from pipedec.threads import NewSequence
@@ -76,7 +78,7 @@ def decode(pool: RequestPool, pipeline: Pipeline, admit: Callable[[], None] = la
 class RunningRequest:
     """A request between its arrival and its end."""
 
-    request: Request
+    request: TokenizedRequest
     new_sequence: NewSequence
     opening: NewRequest | None = None  # of its lane; None without one
     is_prefilling: bool = True  # no verdict since the lane was opened
@@ -109,7 +111,7 @@ class RequestPool:
         for listen in self.listeners:
             listen(record)
 
-    def open(self, request: Request, new_sequence: NewSequence) -> None:
+    def open(self, request: TokenizedRequest, new_sequence: NewSequence) -> None:
         """Begin a request; its prompt enters as soon as there is memory. Raises UserError if its method cannot run here."""
         self.batch.open(request, new_sequence)
         self.running[request.number] = RunningRequest(request, new_sequence)
@@ -271,7 +273,7 @@ class RequestOpened(Struct, frozen=True):
     """The request begins, or continues after a pause. An answer in threads is decoded again from its first token."""
 
     number: int
-    request: Request
+    request: TokenizedRequest
     new_sequence: NewSequence  # makes the sequence of the answer
     opening: NewRequest
     is_prefilling: bool = True  # no verdict yet. False only for a listener that joins later.

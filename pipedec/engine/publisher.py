@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.core import RequestUpdate, Verdict
+from pipedec.core.stage_message import RequestUpdate
+from pipedec.core.verdict import Verdict
 from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.loop import Interrupted, PromptScored, Record, RequestClosed, RequestEnded, RequestOpened, Waits
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.engine.request_queue import RequestQueue
-from pipedec.messages import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents
+from pipedec.messages.events import CompletionEvent, ErrorEvent, PausedEvent, PromptLogprobsEvent, ResumedEvent, TraceEvents
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 

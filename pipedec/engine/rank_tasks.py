@@ -13,14 +13,15 @@ from typing import NamedTuple
 
 import torch
 
-from pipedec.core import EMPTY, EpochEnded, PipedecError, RequestUpdate, StageMessage
+from pipedec.core.errors import EpochEnded, PipedecError
+from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
 from pipedec.decoding import TimestepTiming
 from pipedec.device import HOST, Device, DeviceEvent, HostDevice
 from pipedec.engine.activity import Activity
 from pipedec.engine.admission import Sequences
 from pipedec.engine.loop import Timestep
 from pipedec.engine.recorder import Pacer, Recorder, TimedSpan
-from pipedec.messages import Event, OverranEvent, TraceEvents
+from pipedec.messages.events import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
 from pipedec.scheduler import RankScheduler
 from pipedec.scheduler.protocol import RankMessage

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from pipedec.core import EMPTY, RequestUpdate, StageMessage, Verdict
+from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
+from pipedec.core.verdict import Verdict
 from pipedec.engine.loop import Timestep, go_together
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of

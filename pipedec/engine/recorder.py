@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 from zlib import crc32
 
 from pipedec.config import state_directory
-from pipedec.core import NO_LOAD, Load
+from pipedec.core.stage_message import NO_LOAD, Load
 from pipedec.decoding import TimestepTiming
 from pipedec.device import Device, DeviceEvent, HostDevice, PhaseTimes
 from pipedec.plan.emulation import Emulation

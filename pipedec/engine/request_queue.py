@@ -17,17 +17,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipedec.core import PipedecError, SchedulerLost
-from pipedec.messages import (
-    CancelledEvent,
-    ErrorEvent,
-    Event,
-    LogprobsEvent,
-    PromptLogprobsEvent,
-    RunStats,
-    ThreadNews,
-    TokensEvent,
-)
+from pipedec.core.errors import PipedecError, SchedulerLost
+from pipedec.messages.events import CancelledEvent, ErrorEvent, Event, LogprobsEvent, PromptLogprobsEvent, ThreadNews, TokensEvent
+from pipedec.messages.stats import RunStats
 from pipedec.scheduler import RankScheduler
 from pipedec.scheduler.protocol import Post, RankMessage, Remembered
 

@@ -10,9 +10,10 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from pipedec.core import EMPTY, Load, StageMessage
+from pipedec.core.stage_message import EMPTY, Load, StageMessage
 from pipedec.engine.rank_tasks import RankTasks, Wiring
-from pipedec.messages import CacheSlotsEvent, StageStats, TraceEvents
+from pipedec.messages.events import CacheSlotsEvent, TraceEvents
+from pipedec.messages.stats import StageStats
 from pipedec.scheduler.paper import Facts, post_process, results_of
 from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.scheduler.workflow import Planned, Task, checked_transfers

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from pipedec.core import BadValue
+from pipedec.core.errors import BadValue
 from pipedec.families.base import DecoderConfig, rope_type
 from pipedec.families.parts import Activation, Decoder, Heads, Linear, RMSNorm
 from pipedec.families.shapes import LayerShape, Reach

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pipedec.core import BadValue
+from pipedec.core.errors import BadValue
 from pipedec.families.llama import LlamaConfig, LlamaDecoder
 from pipedec.families.parts import Decoder, Heads, RMSNorm
 from pipedec.hardware import Size

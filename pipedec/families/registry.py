@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretched_length
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config

@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families.base import ModelConfig, rope_sets
 from pipedec.families.shapes import LayerShape, Reach, Shape
 from pipedec.validation import shortened

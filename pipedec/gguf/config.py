@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # no tensors of a model
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import cache_directory
 from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names

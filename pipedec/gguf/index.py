@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.gguf.config import Architecture
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # kinds of tokens
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from pipedec.core import QueueFull, StructuredOutputs, UserError
+from pipedec.core.errors import QueueFull, UserError
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.families import model_config
 from pipedec.grammar.structures import TOO_DEEP, Vocabulary, check
 from pipedec.text.prompt import end_token_ids, load_tokenizer

@@ -11,7 +11,7 @@ from itertools import islice
 
 from llguidance import LLMatcher
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 MAX_FORCED = 64  # tokens of a chain
 MAX_STATES = 1024  # that are kept: of each its mask, an eighth of a byte per token of the vocabulary

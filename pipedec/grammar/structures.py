@@ -16,7 +16,8 @@ from urllib.parse import unquote
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from pipedec.core import StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.grammar.gbnf import is_gbnf, plain_gbnf
 from pipedec.grammar.grammar import Bitmask, Grammar
 from pipedec.text.tokenizer import Tokenizer

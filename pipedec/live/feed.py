@@ -34,7 +34,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedec.core import DEFAULT_METHOD, Step, Verdict
+from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Verdict
 from pipedec.engine import loop
 from pipedec.engine.loop import RequestPool
 from pipedec.live.view import VERSION, Frame

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.live.view import Frame
 
 _MOST_BATCHES = 64  # that wait for a viewer

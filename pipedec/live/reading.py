@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.live.view import Frame, RunView, ShownRun
 from pipedec.scheduler import FrameBatch, RunStatus
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 VERSION = 1  # of the frames
 _TIMESTEPS = 400  # that are kept, besides as many as a row needs through all stages

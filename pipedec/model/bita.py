@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipedec.checkpoints import SINGLE_FILE, check_trained_for
-from pipedec.core import Record, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.records import Record
 from pipedec.families import ModelConfig, model_config
 from pipedec.model.markov import MarkovTable
 

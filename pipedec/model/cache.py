@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pipedec.core import SlotRuns
+from pipedec.core.stage_message import SlotRuns
 from pipedec.device import to_device
 from pipedec.families import KVShape
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipedec.config.environment import captures_graphs
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import Reach
 from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model.attention import (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import Activation, Decoder, DecoderConfig, LayerShape, Linear, Part, RMSNorm
 from pipedec.model.attention import Rows
 from pipedec.model.matrices import Matrix, Products, QuantizedMatrix, pack, pays

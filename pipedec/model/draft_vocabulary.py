@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.checkpoints.digests import VOCABULARY_FILE
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.hardware import QUANTIZED_GROUP as GROUP
 from pipedec.hardware import WIDENED_VALUES
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families.base import LENGTH_DEPENDENT, DecoderConfig
 
 CosSin = tuple[Tensor, Tensor]  # [R, 1, D] each

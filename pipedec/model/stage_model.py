@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import DecoderConfig, ModelConfig, TransformersConfig, model_config
 from pipedec.model.attention import LaneAttention, LaneRows, RowAttention, Rows, slots_of
 from pipedec.model.bita import BitaWeights

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape, model_config
 from pipedec.gguf import model_files
 from pipedec.model.matrices import Matrix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.core import Load
+from pipedec.core.stage_message import Load
 from pipedec.families import ModelConfig
 from pipedec.hardware import (
     CAPTURED_CELLS,

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from pipedec.core import DRAFTED_ROWS, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import DRAFTED_ROWS
 from pipedec.families import KNOWN_MODELS, ModelConfig, model_by_name
 from pipedec.hardware import DEVICES, QUANTIZED_BITS, WeightFormat
 from pipedec.plan.costs import ModelCosts

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipedec.config import AUTO
 from pipedec.hardware import DEVICES
-from pipedec.messages import Choice
+from pipedec.messages.run import Choice
 
 _16_BITS = ("bfloat16", "float16")
 GIVEN = "as given"

@@ -11,7 +11,8 @@ from math import ceil
 
 from pipedec.config import AUTO, ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
 from pipedec.config.cluster import PartitionConfig
-from pipedec.core import Load, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.stage_message import Load
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan, knee_of
 

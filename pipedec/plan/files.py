@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, has_weights, merged, rank_parts, span_shapes
 from pipedec.config import NONE, ClusterConfig
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_config
 from pipedec.gguf import model_files
 from pipedec.hardware import DTYPE_BYTES

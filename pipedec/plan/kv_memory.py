@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.topology import rank_name
 from pipedec.validation import shown_bytes
 

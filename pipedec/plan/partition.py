@@ -13,7 +13,9 @@ from math import ceil, floor
 from pipedec.config import AUTO, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Cut
-from pipedec.core import DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE, ROW_ID_BYTES, Load, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
+from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import checkpoint_dtype, model_by_name
 from pipedec.hardware import CAPTURED_ROWS, DEVICES, DTYPE_BYTES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions

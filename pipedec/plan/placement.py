@@ -14,7 +14,7 @@ from functools import cache
 
 from pipedec.config import AUTO, NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.config.cluster import PartitionConfig
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.hardware import DEVICES
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
 from pipedec.config import AUTO, NONE, ServerConfig, Settings
-from pipedec.core import KNEE_ROWS, MAX_PASSAGE
+from pipedec.core.limits import KNEE_ROWS, MAX_PASSAGE
 from pipedec.families import ModelConfig, model_by_name, model_config
 from pipedec.hardware import DEVICES, WeightFormat
 from pipedec.kv import KVManager
-from pipedec.messages import BitaDescription, RankDescription, RunDescription
+from pipedec.messages.run import BitaDescription, RankDescription, RunDescription
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN
 from pipedec.plan.emulation import Emulation

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.core import LOWEST_LOGPROB, TokenLogprobs
+from pipedec.core.sampling import LOWEST_LOGPROB
+from pipedec.core.stage_message import TokenLogprobs
 from pipedec.device import to_device
 
 ScoredTokens = tuple[tuple[int, float], ...]  # (id, log-probability) of a token, and then of the most probable ones

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling.candidates import least_kept, limited
 from pipedec.sampling.noise import gumbel, gumbel_of
 from pipedec.sampling.sampler import bias_of

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.core import SamplingParams, check_token_ids
+from pipedec.core.sampling import SamplingParams, check_token_ids
 from pipedec.device import to_device, to_host
 from pipedec.sampling.candidates import SMALL_VOCABULARY, TEMPERATURES, drawn
 from pipedec.sampling.noise import gumbel

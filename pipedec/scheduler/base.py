@@ -12,7 +12,9 @@ from typing import Any, TypeVar
 import redis
 from msgspec import structs
 
-from pipedec.messages import ActivityReport, Event, RunDescription
+from pipedec.messages.events import Event
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import ActivityReport
 from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus

@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from pipedec.core import (
+from pipedec.core.errors import (
     EpochEnded,
     OutOfDescriptors,
     QueueFull,

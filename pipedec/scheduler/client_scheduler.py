@@ -19,8 +19,10 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from pipedec.core import EpochEnded
-from pipedec.messages import ActivityReport, Event, RunDescription
+from pipedec.core.errors import EpochEnded
+from pipedec.messages.events import Event
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import ActivityReport
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import (
     BLOCK_SECONDS,

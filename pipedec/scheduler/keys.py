@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 class Keys:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from msgspec import convert, to_builtins
 
-from pipedec.core import RequestUpdate, TokenLogprobs, Verdict
+from pipedec.core.stage_message import RequestUpdate, TokenLogprobs
+from pipedec.core.verdict import Verdict
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pipedec.messages import ActivityReport, Event, Recovery, RunStats, StageStats, TokensEvent
+from pipedec.messages.events import Event, TokensEvent
+from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStats
 from pipedec.scheduler.workflow import Payload, Task
 
 WATCH_SECONDS = 5.0  # duration of a viewer's lease

@@ -10,8 +10,10 @@ from typing import Any
 
 import redis
 
-from pipedec.core import SLOW_SECONDS
-from pipedec.messages import ActivityReport, Event, Recovery, RunDescription, RunStats, StageStats, to_json
+from pipedec.core.limits import SLOW_SECONDS
+from pipedec.messages.events import Event
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStats
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
 from pipedec.scheduler.protocol import (
@@ -29,7 +31,7 @@ from pipedec.scheduler.protocol import (
 from pipedec.scheduler.scripts import KEY_SECONDS, LEASE_MS, close_call, script_sha, script_text
 from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
-from pipedec.validation import parse_json
+from pipedec.validation import parse_json, to_json
 
 NODE_LEASE_MS = 3000  # of a supervisor
 SLOW_NODE_LEASE_MS = 8000  # on slow links: more than one may be silent, less than ranks wait for one another (``cluster.stalls``)

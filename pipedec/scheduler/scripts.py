@@ -12,11 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipedec.messages import CancelledEvent, Event, Recovery, RunStats, StageStats, event_from_json, to_json
+from pipedec.messages.events import CancelledEvent, Event, event_from_json
+from pipedec.messages.stats import Recovery, RunStats, StageStats
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import FrameBatch, RunStatus
 from pipedec.topology import Topology
-from pipedec.validation import parse_json
+from pipedec.validation import parse_json, to_json
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # In a wheel the scripts are inside the package, in a checkout next to it.

@@ -27,7 +27,7 @@ from urllib.parse import quote
 
 import redis
 
-from pipedec.core import SchedulerLost, UserError
+from pipedec.core.errors import SchedulerLost, UserError
 from pipedec.scheduler.client import OLDEST_SERVER, connect
 
 START_SECONDS = 10.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal, NamedTuple
 
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.topology import Topology, rank_name
 
 Payload = dict[str, Any]

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from pipedec.client.async_client import AsyncReply
 from pipedec.client.reply import Delta
-from pipedec.core import Completion, UserError
-from pipedec.messages import ThreadNews
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.messages.events import ThreadNews
 from pipedec.server.front import Front, Generation
 
 TokenLogprob = tuple[int, Mapping[int, float] | None]  # token id, log-probabilities by token id with the chosen one first

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 import pipedec
 from pipedec.client.watch import is_away
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.live.page import POLICY, Hub, Viewer, page
 from pipedec.server.completions import chat_router, completions_router
 from pipedec.server.errors import bad_request, on_error, on_internal_error

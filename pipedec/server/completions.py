@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import MAX_LOGPROBS, Completion
+from pipedec.core.completion import Completion
+from pipedec.core.sampling import MAX_LOGPROBS
 from pipedec.server.answers import AnswerPart, TokenLogprob, finish_reason, text_of
 from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, ServedRun

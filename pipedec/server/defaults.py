@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.families import json_object
 from pipedec.gguf import model_files
 from pipedec.validation import shortened

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pipedec.core import PipedecError, QueueFull, RequestFailed, SchedulerBusy, UserError
+from pipedec.core.errors import PipedecError, QueueFull, RequestFailed, SchedulerBusy, UserError
 from pipedec.validation import shortened
 
 UNSUPPORTED = "unsupported"  # type of a mistake: what is known elsewhere and not here

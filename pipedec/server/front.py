@@ -14,9 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from pipedec.client.async_client import AsyncClient, AsyncReply
-from pipedec.core import Completion
+from pipedec.core.completion import Completion
 from pipedec.grammar.apart import StructureChecks
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.errors import ApiError, unavailable
 from pipedec.text.tokenizer import Tokenizer

@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help
 from pipedec.server.logs import log
 

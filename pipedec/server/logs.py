@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from msgspec import to_builtins
 
-from pipedec.core import Completion, SamplingParams
+from pipedec.core.completion import Completion
+from pipedec.core.sampling import SamplingParams
 from pipedec.server.front import Generation, HttpExchange, Observer
 
 LOGGER = logging.getLogger("pipedec.server")

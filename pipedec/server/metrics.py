@@ -17,9 +17,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.responses import Response
 
-from pipedec.core import Completion, PipedecError
-from pipedec.messages import Histogram as HistogramCounts
-from pipedec.messages import RunDescription, RunStats
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import Histogram as HistogramCounts
+from pipedec.messages.stats import RunStats
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Generation, HttpExchange, Observer
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pipedec.core import UserError, check_token_ids
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import check_token_ids
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
 from pipedec.server.protocol import ConversationMessage, GivenCall, Prompts

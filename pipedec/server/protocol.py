@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipedec.core import MAX_LOGPROBS
+from pipedec.core.sampling import MAX_LOGPROBS
 from pipedec.methods import option_limits
 from pipedec.server.errors import UNSUPPORTED, bad_request
 from pipedec.validation import shortened

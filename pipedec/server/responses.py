@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pipedec.core import Completion
+from pipedec.core.completion import Completion
 from pipedec.live.page import event
 from pipedec.server.answers import AnswerPart, Generations, TokenLogprob
 from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, api_error, bad_request

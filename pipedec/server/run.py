@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
-from pipedec.core import PipedecError, SchedulerLost, UserError
+from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.families import context_length
 from pipedec.flags import Help
 from pipedec.server.defaults import SamplingDefaults

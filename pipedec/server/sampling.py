@@ -9,8 +9,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipedec.core import DEFAULT_METHOD, SamplingParams, UserError, check_sets_of_tokens
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.sampling import SamplingParams, check_sets_of_tokens
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.methods import find_method, make_options
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun

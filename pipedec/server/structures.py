@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipedec.core import QueueFull, StructuredOutputs, UserError
+from pipedec.core.errors import QueueFull, UserError
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.grammar import without_annotations
 from pipedec.grammar.apart import StructureChecks
 from pipedec.server.errors import ApiError, bad_request

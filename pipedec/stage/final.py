@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pipedec.core import Accepted, NewRequest, RequestUpdate, SamplingParams, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, Step
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.model import FirstForward, KVCache, LaneRows
 from pipedec.sampling import Logprobs, PromptLogprobs, Sampler, greedy

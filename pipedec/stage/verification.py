@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipedec.core import MAX_SURPRISAL, SURPRISAL_UNIT, SamplingParams
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import MAX_SURPRISAL, SURPRISAL_UNIT
 from pipedec.device import to_device
 from pipedec.grammar.masks import mask_logits
 from pipedec.sampling import Sampler, TokenPredictor, greedy

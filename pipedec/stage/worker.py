@@ -18,7 +18,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from pipedec.core import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, Step, Verdict
+from pipedec.core.stage_message import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.device import HOST, to_device, to_host
 from pipedec.faults import RequestFaults
 from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up

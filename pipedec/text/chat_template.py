@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 MAX_CHARS = 4_000_000
 MAX_SECONDS = 5.0

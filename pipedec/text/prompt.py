@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import SamplingParams, UserError, check_sets_of_tokens, check_token_ids
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams, check_sets_of_tokens, check_token_ids
 from pipedec.families import model_config
 from pipedec.gguf import model_files
 from pipedec.text.stream import StopStrings, TextStream

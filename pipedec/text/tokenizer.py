@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.gguf import model_files
 from pipedec.text.chat_template import compiled
 

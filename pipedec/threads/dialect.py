@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.validation import parse_json, read_text
 
 DIALECTS = ("apar", "pasta", "parallel")

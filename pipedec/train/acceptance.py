@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from rich.progress import track
 
 from pipedec.config import Settings
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import LearnedAcceptance
 from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer, SeenTokens
@@ -43,7 +44,7 @@ def measure_acceptance(
     sampling = SamplingParams(max_tokens=new_tokens)
     chosen = list(islice(_in_turn(prompts), count))
     for number, token_ids in enumerate(track(chosen, "acceptance")):
-        for _ in pipeline.run(Request(number, tuple(token_ids), sampling, DEFAULT_METHOD, _LIMITS)):
+        for _ in pipeline.run(TokenizedRequest(number, tuple(token_ids), sampling, DEFAULT_METHOD, _LIMITS)):
             continue  # the method learns
     out.mkdir(parents=True, exist_ok=True)
     write_learned(out / SHIPPED_FILE, shrunk(experience.acceptance), mode=0o644)

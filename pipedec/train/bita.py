@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.flags import Help, check_fields
 from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, checked_bita

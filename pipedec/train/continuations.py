@@ -22,7 +22,7 @@ from rich.progress import Progress, track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSet, PromptSource
 from pipedec.model import load_transformers
 from pipedec.text.prompt import Prompter

@@ -16,7 +16,7 @@ from rich.progress import track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Model
 from pipedec.train.run import replacing

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaForCausalLM
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families.llama import LlamaConfig
 from pipedec.flags import Help, check_fields
 from pipedec.gguf import write_quantized

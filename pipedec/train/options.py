@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from pipedec.config import Settings
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSource
 from pipedec.engine.build import resolve
 from pipedec.engine.devices import chosen_device

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help
 from pipedec.transport.replicas import ALONE, Replicas

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipedec.config import ClusterConfig, load_cluster
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS, model_by_name
 from pipedec.plan.draft_size import DraftEstimate, DraftSizing
 from pipedec.plan.partition import plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pipedec.core import StageMessage
+from pipedec.core.stage_message import StageMessage
 from pipedec.device import DeviceEvent
 
 __all__ = ["Transport"]

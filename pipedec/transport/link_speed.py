@@ -15,7 +15,7 @@ from threading import Event
 
 import torch
 
-from pipedec.messages import LinkSpeed
+from pipedec.messages.run import LinkSpeed
 from pipedec.transport.links import HostLink, HostTransfer
 
 _ROUND_TRIPS = 5

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from pipedec.core import PipedecError, RankLost
+from pipedec.core.errors import PipedecError, RankLost
 
 MEETING_SECONDS = 120.0  # for all ranks to join; also the longest duration of a single transfer
 CONNECT_SECONDS = 10.0

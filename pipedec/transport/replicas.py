@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedec.core import RankLost
+from pipedec.core.errors import RankLost
 
 _PATIENCE = timedelta(minutes=30)  # one process may generate a batch of answers more than another
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
-from pipedec.core import EMPTY, RankLost, StageMessage, UserError
+from pipedec.core.errors import RankLost, UserError
+from pipedec.core.stage_message import EMPTY, StageMessage
 from pipedec.device import Device, DeviceEvent, device_of, to_device
-from pipedec.messages import LinkSpeed
+from pipedec.messages.run import LinkSpeed
 from pipedec.transport import link_speed
 from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous

@@ -26,20 +26,19 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipedec.core import (
+from pipedec.core.errors import UserError
+from pipedec.core.records import Int64, Record
+from pipedec.core.stage_message import (
     NUM_ROW_IDS,
     ROW_ID_BYTES,
-    Int64,
     NewRequest,
-    Record,
     RequestUpdate,
     SlotRuns,
     StageMessage,
     Step,
     TokenLogprobs,
-    UserError,
-    Verdict,
 )
+from pipedec.core.verdict import Verdict
 from pipedec.device import to_host
 
 MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused

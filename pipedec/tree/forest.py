@@ -18,7 +18,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from pipedec.core import Verdict
+from pipedec.core.verdict import Verdict
 from pipedec.threads import DecodeThread, Sequence, Start, State
 from pipedec.tree.masks import Visibility
 from pipedec.tree.prediction_tree import Advance, DraftTree, Gaps, PredictionTree

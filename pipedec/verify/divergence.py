@@ -15,8 +15,8 @@ from typing import Protocol
 
 from msgspec import structs
 
-from pipedec.core import MAX_LOGPROBS, SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import MAX_LOGPROBS, SamplingParams
+from pipedec.messages.request import PromptRequest
 
 # The largest difference of two logits that rounding may reverse. The best logits of chat models lie between 16 and 32, where
 # the last place of bfloat16 (8 bits) is 1/8 and that of float16 (11 bits) 1/64: four of them, since each of the two is rounded,

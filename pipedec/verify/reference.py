@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
 from recipes.thread_models.records import Question, read_questions
 

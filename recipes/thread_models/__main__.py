@@ -11,7 +11,7 @@ import click
 from msgspec import Meta
 
 from pipedec.config.environment import optional_secret
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSource
 from pipedec.directories import reference_pair
 from pipedec.flags import Command, Help, options_of, own_options, partial_of, run_command

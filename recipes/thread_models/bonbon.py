@@ -19,7 +19,7 @@ from rich.progress import track
 from torch import Tensor
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.train.run import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
 from recipes.thread_models import ranking

@@ -12,7 +12,7 @@ import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 
 _LONGEST_PAUSE_S = 60.0
 _THIS_PROMPT = (400, 413, 422)  # too long, or against the server's rules: another prompt may be answered

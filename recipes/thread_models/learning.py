@@ -16,7 +16,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, check_fields
 from pipedec.train.run import linear_decay, warm_up
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.threads import Sequence
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import answer_all, in_circles, repeats

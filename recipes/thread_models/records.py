@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import read_rows
 from pipedec.flags import Help
 from recipes.thread_models import pasta_language

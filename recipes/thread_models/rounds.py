@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from recipes.thread_models.bonbon import BonbonRecipe, Kept, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.report import ThreadsRun

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, model_config
 from pipedec.text.tokenizer import load_for_training
 from pipedec.threads import load_dialect

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from architectures.zoo import LAYERS, VOCABULARY
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import find_method
 from pipedec.model import load_transformers
@@ -70,7 +71,7 @@ def compare(
 def answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str, int]]) -> list[list[int]]:
     """The answers of a pipeline to questions, each a sampling and the number of a prompt, all at once."""
     requests = [
-        Request(number, PROMPTS[prompt], SAMPLINGS[sampling], method, find_method(method).options())
+        TokenizedRequest(number, PROMPTS[prompt], SAMPLINGS[sampling], method, find_method(method).options())
         for number, (sampling, prompt) in enumerate(questions)
     ]
     for _ in pipeline.run_all({1 + 2 * number: [request] for number, request in enumerate(requests)}):

@@ -10,7 +10,7 @@ import pytest
 from support.silent_progress import Silent
 
 from pipedec.bench.record import Grid, SameAnswers
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 
 SCHEMA = "pipedec.toy/1"
 

@@ -19,7 +19,7 @@ from pipedec.cli.main import program
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE
-from pipedec.core import PipedecError, RankLost, UserError
+from pipedec.core.errors import PipedecError, RankLost, UserError
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from pipedec.bench.threads.figures import FIGURES
 from pipedec.bench.threads.summary import combinations, document, markdown, read_frame, speeds, structures
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
-from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.threads import measure
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from benchmarks.alternatives import AlternativesConfig, PassCount, alternatives, measure_alternatives
-from pipedec.core import KNEE_ROWS
+from pipedec.core.limits import KNEE_ROWS
 from pipedec.engine.build import load_prompter
 
 

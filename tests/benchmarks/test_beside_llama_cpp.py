@@ -17,7 +17,7 @@ from benchmarks.alternatives import LlamaCppContender, load_contenders
 from benchmarks.llama_cpp import LlamaCpp
 from benchmarks.load.__main__ import load
 from pipedec.config import Settings
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import resolve
 
 

@@ -13,7 +13,7 @@ from support.checkpoints import save_tiny_llama, stage_parameters
 from benchmarks.kernels import layers
 from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.layers import LayersConfig, Roofline
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS, model_config
 from pipedec.families.llama import LlamaConfig
 from pipedec.hardware import DEVICES

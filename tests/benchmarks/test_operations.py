@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.operations import OperationsConfig, grown_tree, measure_operations
 from benchmarks.kernels.stopwatch import check_memory
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,8 @@ from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.engine.local import LocalPipeline
 

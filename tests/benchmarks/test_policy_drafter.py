@@ -11,7 +11,8 @@ from safetensors.torch import save
 from support.checkpoints import save_tiny_llama
 
 from benchmarks.policy.recording import PROMPT, DraftMemo, RecordedDrafter
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.drafting import DraftModel
 from pipedec.model import StageModel

@@ -15,7 +15,8 @@ from support.specs import bare_spec
 from benchmarks.policy.recording import DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline, TimestepLosses, WatchedExperience, losses
 from pipedec.config import paper_cluster
-from pipedec.core import MethodOptions, Request, SamplingParams
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
@@ -87,7 +88,9 @@ class Both:
 
     def answer(self, prompt: tuple[int, ...], method: str, options: MethodOptions, tokens: int = 7) -> Replayed:
         """What the replay says, after the pipeline's own answer and figures."""
-        request = Request(PROMPTS.index(prompt), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options)
+        request = TokenizedRequest(
+            PROMPTS.index(prompt), prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), method, options
+        )
         said = tuple(token for verdict in self.pipeline.run(request) for token in verdict.tokens)
         return self.replay().run_alone(request, said)
 
@@ -120,17 +123,17 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
         assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
 
 
-def in_company(method: str, tokens: int = 6, urgent: int | None = None) -> list[Request]:
+def in_company(method: str, tokens: int = 6, urgent: int | None = None) -> list[TokenizedRequest]:
     """Requests of 10 to 168 prompt tokens, of which every other one shares a beginning."""
     prompts = [(*PROMPTS[number % 2], *range(3, 3 + 40 * number)) for number in range(5)]
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return [
-        Request(number, prompt, sampling, *POLICIES[method], priority=-1 if number == urgent else 0)
+        TokenizedRequest(number, prompt, sampling, *POLICIES[method], priority=-1 if number == urgent else 0)
         for number, prompt in enumerate(prompts)
     ]
 
 
-def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[Request]) -> dict[int, ReplayedAnswer]:
+def both_in_company(spec: PipelineSpec, draft: Drafter, requests: list[TokenizedRequest]) -> dict[int, ReplayedAnswer]:
     """Requests that come at different timesteps, one of them when all others have ended: the pipeline and the replay agree."""
     coming = {1: [0, 1], 4: [2], 9: [3], 500: [4]}
     pipeline, replay, begun = LocalPipeline.load(spec), replay_of(spec, draft), dict[int, ReplayedAnswer]()

@@ -14,7 +14,9 @@ from support.tiny_pair import Pair
 from benchmarks.policy.__main__ import policy
 from benchmarks.policy.opponents import OPPONENTS, FlowSpecOptions
 from pipedec.bench.load.offered import Policy
-from pipedec.core import DEFAULT_METHOD, Request, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.flags import run_command
 from pipedec.methods import METHOD_NAMES, METHODS, registered
 
@@ -49,7 +51,7 @@ def test_the_command_shows_and_writes_them(
 @pytest.mark.usefixtures("opponents")
 def test_a_chain_sends_one_token_per_timestep() -> None:
     drafter = ScriptedDrafter({10: ((11, 0.6), (12, 0.3)), 11: ((13, 0.5), (14, 0.4))})
-    method = begun(Request(0, PROMPT, method="chain", options=Policy.parse("chain").options), drafter)
+    method = begun(TokenizedRequest(0, PROMPT, method="chain", options=Policy.parse("chain").options), drafter)
     method.apply(Verdict.of(10))
     for row in ((10, -1), (11, 0), (13, 1)):
         assert rows(method.propose()) == [row]
@@ -61,7 +63,7 @@ def test_flowspec_sends_segments_by_score_and_drafts_the_best_rows() -> None:
     """12: 0.3 has a better child, 0.27, than the second one of 11: 0.6, 0.06; of two rows per forward the best are drafted."""
     drafter = ScriptedDrafter({10: ((11, 0.6), (12, 0.3)), 11: ((13, 0.5), (14, 0.1)), 12: ((15, 0.9), (16, 0.1))})
     options = FlowSpecOptions(width=3, children=2, forwards=1, rows=5)
-    method = begun(Request(0, PROMPT, method="flowspec", options=options), drafter)
+    method = begun(TokenizedRequest(0, PROMPT, method="flowspec", options=options), drafter)
     method.apply(Verdict.of(10))
     assert rows(method.propose()) == [(10, -1)]
     method.draft()

@@ -33,12 +33,12 @@ from pipedec.bench.sweep.pipelines import emulated
 from pipedec.bench.threads.benchmark import bench_threads
 from pipedec.bench.threads.summary import anomalies, markdown, read_frame, speeds
 from pipedec.config import paper_cluster
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.directories import reference_threads
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NO_DIALECT

@@ -12,7 +12,8 @@ from support.tiny_pair import Pair
 from benchmarks.structured import StructuredBench, StructuredConfig, document, figures, load_cases, markdown
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
-from pipedec.core import PipedecError, SamplingParams
+from pipedec.core.errors import PipedecError
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.grammar import check
 

@@ -13,7 +13,7 @@ from support.silent_progress import Silent
 from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study
 from pipedec.bench.load.offered import Policy
 from pipedec.config import paper_cluster
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 
 QUESTIONS = {

@@ -11,7 +11,7 @@ from support.tiny_pair import Pair
 from pipedec.checkpoints import TensorFiles, check_here, merged, rank_parts
 from pipedec.checkpoints.parts import missing_files
 from pipedec.checkpoints.tensors import INDEX_FILE
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 LAYERS = [(0, 3), (3, 6), (6, 8)]
 

@@ -17,7 +17,7 @@ from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, process_start
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.scheduler import EmbeddedServer, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -18,8 +18,9 @@ from support.tiny_pair import Pair
 from transformers import PreTrainedTokenizerBase
 
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import RankLost, StructuredOutputs, UserError
-from pipedec.messages import PromptRequest
+from pipedec.core.errors import RankLost, UserError
+from pipedec.core.sampling import StructuredOutputs
+from pipedec.messages.request import PromptRequest
 from pipedec.server.front import Front, ServerSettings
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.verify.reference import Reference

@@ -24,10 +24,10 @@ from pipedec.cli.main import MOVED
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.state import RunningCluster, running_here
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.engine.build import load_drafter
 from pipedec.engine.devices import chosen_device
-from pipedec.messages import LinkSpeed, RunDescription
+from pipedec.messages.run import LinkSpeed, RunDescription
 from pipedec.methods import METHOD_NAMES
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import RankScheduler, connect

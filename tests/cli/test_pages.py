@@ -11,7 +11,7 @@ from rich.console import Console
 from pipedec.cli import show
 from pipedec.cli.answers import Pages, ThreadsView
 from pipedec.cli.show import loading_bars
-from pipedec.messages import ThreadNews
+from pipedec.messages.events import ThreadNews
 
 
 def test_the_first_answer_that_has_not_ended_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ from support.programs import Calls as Pipedec
 
 from pipedec.cli.options import RequestFlags, request_options
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import SamplingParams
-from pipedec.messages import LOCAL_TENANT, PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

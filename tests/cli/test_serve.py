@@ -31,8 +31,8 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import running_here
 from pipedec.config import RedisConfig
-from pipedec.core import SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import connect
 from pipedec.server.run import ClusterEnded, ClusterProcess
 

@@ -21,8 +21,8 @@ from pipedec.cluster.node_link import News, NodeLink
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import ServerConfig
 from pipedec.config.cluster import LaunchConfig
-from pipedec.core import PipedecError
-from pipedec.messages import Recovery
+from pipedec.core.errors import PipedecError
+from pipedec.messages.stats import Recovery
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from support.programs import Calls as Pipedec
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion
-from pipedec.messages import PromptRequest
+from pipedec.core.completion import Completion
+from pipedec.messages.request import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 
 ASKED = ("--raw-prompt", "--prompt", "Natalia sold 12 clips in April.", "--max-tokens", "6")

@@ -25,8 +25,10 @@ from pipedec.client.reply import Delta
 from pipedec.client.watch import RunWatch
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
-from pipedec.core import OutOfDescriptors, PipedecError, QueueFull, RankLost, SamplingParams, SchedulerLost, UserError
-from pipedec.messages import PromptRequest, RunDescription
+from pipedec.core.errors import OutOfDescriptors, PipedecError, QueueFull, RankLost, SchedulerLost, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
 from pipedec.topology import Topology
 

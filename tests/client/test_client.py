@@ -10,8 +10,9 @@ from support.whole_scheduler import FreshRun
 from pipedec.client.client import Client
 from pipedec.client.reply import TokenArrivals
 from pipedec.config import Settings
-from pipedec.core import Completion, RankLost, UserError
-from pipedec.messages import (
+from pipedec.core.completion import Completion
+from pipedec.core.errors import RankLost, UserError
+from pipedec.messages.events import (
     CacheSlotsEvent,
     CancelledEvent,
     CompletionEvent,
@@ -19,12 +20,12 @@ from pipedec.messages import (
     Event,
     LogprobsEvent,
     OverranEvent,
-    PromptRequest,
-    RunDescription,
     ThreadNews,
     TokensEvent,
     TraceEvents,
 )
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent
 

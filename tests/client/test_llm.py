@@ -10,7 +10,7 @@ from support.processes import deadline
 from support.tiny_pair import SENTENCES, Pair
 
 from pipedec import LLM, AsyncLLM, Completion, SamplingParams, StructuredOutputs
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.text.tokenizer import Tokenizer
 
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -15,18 +15,20 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
 from pipedec.client.watch import LOOK_SECONDS, OUTAGE_SECONDS
 from pipedec.config import Settings
-from pipedec.core import Completion, PipedecError, RankLost, SamplingParams, SchedulerInterrupted, SchedulerLost, UserError
-from pipedec.messages import (
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.events import (
     CompletionEvent,
     Event,
     LogprobsEvent,
     PromptLogprobsEvent,
-    PromptRequest,
     ResumedEvent,
-    RunDescription,
     ThreadNews,
     TokensEvent,
 )
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import RunStatus
 from pipedec.scheduler.protocol import Remembered
 from pipedec.topology import Topology

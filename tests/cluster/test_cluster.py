@@ -31,8 +31,12 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import Settings
 from pipedec.config.redis import RedisConfig
-from pipedec.core import KNEE_ROWS, Completion, PipedecError, RankLost, SamplingParams, SchedulerLost, UserError
-from pipedec.messages import Choice, PromptRequest, RunDescription
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, RankLost, SchedulerLost, UserError
+from pipedec.core.limits import KNEE_ROWS
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import Choice, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.tracing import SCHEDULER_TRACK

@@ -18,8 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, RankLost, SamplingParams, UserError
-from pipedec.messages import PromptRequest, RunStats
+from pipedec.core.completion import Completion
+from pipedec.core.errors import RankLost, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import RunStats
 from pipedec.methods import METHOD_NAMES
 from pipedec.scheduler import connect
 

@@ -24,7 +24,7 @@ from pipedec.cluster.distribution import Delivery, Sources
 from pipedec.cluster.inbox import WantedFile
 from pipedec.cluster.launched import ListedWeights, proved_one
 from pipedec.config import ClusterConfig, load_cluster
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.plan.files import checkpoints_of, host_parts, needed_files
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

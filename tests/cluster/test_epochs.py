@@ -21,9 +21,10 @@ from pipedec.cluster.meeting import Meeting
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.processes import LOST_ANOTHER
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, RankLost, SchedulerInterrupted
+from pipedec.core.errors import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Activity
-from pipedec.messages import ActivityReport, RunDescription
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import ActivityReport
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology
 

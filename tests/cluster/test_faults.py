@@ -32,9 +32,11 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import Settings
-from pipedec.core import Completion, PipedecError, RankLost, RequestFailed, SamplingParams, SchedulerLost
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError, RankLost, RequestFailed, SchedulerLost
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.topology import Topology

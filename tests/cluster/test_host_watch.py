@@ -19,8 +19,8 @@ from pipedec.cluster.processes import FAILED, LOST_ANOTHER, describe_exit
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import Stall
 from pipedec.config.settings import Cluster
-from pipedec.core import RankLost, SchedulerLost
-from pipedec.messages import ActivityReport, Recovery
+from pipedec.core.errors import RankLost, SchedulerLost
+from pipedec.messages.stats import ActivityReport, Recovery
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import Supervision
 

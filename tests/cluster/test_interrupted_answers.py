@@ -18,9 +18,12 @@ from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.resumption import Resumption
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, SamplingParams, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.llm import LLM
-from pipedec.messages import KVUsage, PromptRequest
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import KVUsage
 from pipedec.methods import METHOD_NAMES
 
 SAMPLINGS = (

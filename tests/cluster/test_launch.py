@@ -34,8 +34,10 @@ from pipedec.cluster.place import RankPlace
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
 from pipedec.config.cluster import LaunchConfig, cluster_to_json
-from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.messages import PromptRequest, Recovery
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import Recovery
 from pipedec.plan.placement import Placement, rank_places
 from pipedec.scheduler import connect
 from pipedec.verify.reference import Reference

@@ -19,8 +19,8 @@ from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.logs import MOST_RUNS, log_directory, run_log
 from pipedec.config import RedisConfig
-from pipedec.core import SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (rank-\d|watch) epoch \d+ pipedec[\w.]+: .+")
 logger = logging.getLogger("pipedec.tests")

@@ -43,8 +43,10 @@ from pipedec.cluster.place import RankPlace, RunAddress, checked_host
 from pipedec.cluster.processes import RankProcesses
 from pipedec.cluster.rank import check_device
 from pipedec.config import ServerConfig
-from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
-from pipedec.messages import AddressEvent, CardEvent, PromptRequest
+from pipedec.core.errors import PipedecError, RankLost, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.events import AddressEvent, CardEvent
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec

@@ -16,7 +16,7 @@ import pytest
 from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, describe_exit
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config.environment import RANK_ENVIRONMENT
-from pipedec.core import RankLost
+from pipedec.core.errors import RankLost
 from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
 from pipedec.topology import Topology
 

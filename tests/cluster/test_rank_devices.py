@@ -10,9 +10,9 @@ from support.tiny_pair import Pair
 
 from pipedec.cluster.place import RankPlace
 from pipedec.cluster.rank import chosen_backend
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.devices import rank_device
-from pipedec.messages import Choice
+from pipedec.messages.run import Choice
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec
 

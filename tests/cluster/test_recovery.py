@@ -30,8 +30,11 @@ from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config.redis import RedisConfig
-from pipedec.core import Completion, RankLost, SamplingParams
-from pipedec.messages import PromptRequest, Recovery
+from pipedec.core.completion import Completion
+from pipedec.core.errors import RankLost
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import Recovery
 from pipedec.scheduler import ClientScheduler, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 

@@ -10,7 +10,7 @@ from support.clusters import clustered
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import Stall
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
-from pipedec.core import RankLost, UserError
+from pipedec.core.errors import RankLost, UserError
 from pipedec.plan.placement import Placement, rank_places, spare_places
 from pipedec.scheduler import Supervision
 

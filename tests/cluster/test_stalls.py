@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pipedec.cluster.stalls import Stall, find_stall, stall_limit
-from pipedec.messages import ActivityReport
+from pipedec.messages.stats import ActivityReport
 
 
 def computing(seconds: float, longest: float = 0.0) -> ActivityReport:

@@ -12,9 +12,13 @@ from support.thread_models import END, PROMPTS, THREAD_DIALECTS, ThreadModels
 from support.thread_requests import sampling_in_threads
 
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, Request, SamplingParams, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.messages import PromptRequest, ThreadNews
+from pipedec.messages.events import ThreadNews
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import DISPATCHES
 from pipedec.threads import Dialect, ThreadedSequence
 
@@ -42,7 +46,7 @@ def said_by_one_process(
     local: LocalPipeline, models: ThreadModels, dialect: str, sampling: SamplingParams, method: str = "pipedec"
 ) -> ThreadedSequence:
     threads = THREAD_DIALECTS[dialect].to_json()
-    for _ in local.run(Request(0, models.prompt_ids(PROMPTS[0]), sampling, method, threads=threads)):
+    for _ in local.run(TokenizedRequest(0, models.prompt_ids(PROMPTS[0]), sampling, method, threads=threads)):
         pass
     assert isinstance(local.last.sequence, ThreadedSequence)
     return local.last.sequence

@@ -25,8 +25,9 @@ from pipedec.cluster.place import RankPlace, RunAddress
 from pipedec.cluster.state import RunningCluster
 from pipedec.cluster.torchrun import TorchrunJob
 from pipedec.config import load_cluster
-from pipedec.core import PipedecError, SamplingParams, UserError
-from pipedec.messages import PromptRequest
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
 from pipedec.plan.spec import PipelineSpec

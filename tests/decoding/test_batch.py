@@ -13,7 +13,9 @@ from support.examples import examples
 from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, proposed
 
 from pipedec import threads
-from pipedec.core import Request, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Experience, LaneSizes
 from pipedec.decoding.batch import DRAFT_KNEE
 from pipedec.decoding.budget import RESERVED
@@ -104,7 +106,7 @@ def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     batch = Batch(2, drafter, knee=256)
     for number in range(40):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        batch.open(Request(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
+        batch.open(TokenizedRequest(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
     batch.propose()
     batch.draft()
     for number in range(40):
@@ -125,7 +127,7 @@ def test_trees_that_are_drafted_at_once_share_the_draft_model_and_take_turns() -
     batch = Batch(1, drafter, knee=256)
     for number in range(9):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        batch.open(Request(number, (1, 2, 3), method="stpp", options=largest), partial(threads.Sequence, 3, (), 30))
+        batch.open(TokenizedRequest(number, (1, 2, 3), method="stpp", options=largest), partial(threads.Sequence, 3, (), 30))
     batch.propose()
     batch.draft()
     for number in range(9):
@@ -143,7 +145,7 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
     experience.controller = controller = Switch(1)
     batch = Batch(1, drafter, knee=8, experience=experience)
     drafter.answers[0] = list(range(20))
-    batch.open(Request(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
+    batch.open(TokenizedRequest(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
     for _ in range(3):
         batch.propose()
         batch.draft()
@@ -160,4 +162,4 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        Batch(1).open(Request(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))
+        Batch(1).open(TokenizedRequest(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))

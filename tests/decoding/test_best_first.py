@@ -8,7 +8,9 @@ from math import exp, log
 import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
-from pipedec.core import Request, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience
 from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.acceptance import Line as AcceptedLine
@@ -30,7 +32,7 @@ def best_first(
     experience: Experience | None = None,
 ) -> Alone:
     """A method that has taken in the prompt."""
-    request = Request(0, prompt, options=BestFirstOptions(width, 2, forwards=forwards, proposers=proposers))
+    request = TokenizedRequest(0, prompt, options=BestFirstOptions(width, 2, forwards=forwards, proposers=proposers))
     return begun(request, drafter, experience or Experience(PASSAGE))
 
 
@@ -65,7 +67,7 @@ def test_every_verdict_teaches() -> None:
     experience = Experience(PASSAGE)
     for _ in range(3):
         method = best_first(ScriptedDrafter(SURE), experience=experience)
-        request = Request(0, PROMPT, options=BestFirstOptions(4, 2, forwards=3, proposers=DRAFT_ALONE))
+        request = TokenizedRequest(0, PROMPT, options=BestFirstOptions(4, 2, forwards=3, proposers=DRAFT_ALONE))
         weights = experience.learned(request, AcceptanceModel, (9.0, 9.0)).weights
         before = weights.clone()
         for _ in range(10):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 from support.drafters import PROMPT, Alone, begun, rows
 
-from pipedec.core import MaskParams, Request, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import MaskParams
+from pipedec.core.verdict import Verdict
 from pipedec.methods import MAX_CHILDREN, MAX_ROWS, BitaOptions
 from pipedec.model.bita import MAX_MASKS
 
@@ -14,7 +17,7 @@ FORECAST = ((11, 12), (13, 14), (15, 16))
 
 def bita(trained_masks: int = 3, **limits: int | str) -> Alone:
     options = BitaOptions(**limits)  # type: ignore[arg-type]
-    return begun(Request(0, PROMPT, method="bita", options=options), trained_masks=trained_masks)
+    return begun(TokenizedRequest(0, PROMPT, method="bita", options=options), trained_masks=trained_masks)
 
 
 def test_a_group_hangs_behind_every_row_of_the_efficient_tree() -> None:
@@ -86,7 +89,7 @@ def test_the_largest_trees_are_not_refused() -> None:
 
 
 def test_no_draft_is_needed() -> None:
-    request = Request(0, PROMPT, method="bita")
+    request = TokenizedRequest(0, PROMPT, method="bita")
     assert begun(request, None, trained_masks=3).masks == MaskParams(3, 16)
     with pytest.raises(UserError, match="needs what pipedec train bita has learned"):
         begun(request, None)

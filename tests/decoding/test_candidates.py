@@ -8,7 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from pipedec.core import MAX_SURPRISAL, MaskParams
+from pipedec.core.stage_message import MaskParams
+from pipedec.core.verdict import MAX_SURPRISAL
 from pipedec.decoding.bita import CandidateTree, efficient, full, likeliest, straightforward
 from pipedec.decoding.mask_forecast import Confidence, MaskForecast
 from pipedec.model.markov import MarkovTable

@@ -9,7 +9,9 @@ from math import inf
 
 import pytest
 
-from pipedec.core import MAX_FORWARDS, Request, SamplingParams
+from pipedec.core.limits import MAX_FORWARDS
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
 from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, FirstRow, RowCosts, TimestepTiming, Trials
 from pipedec.decoding.experience import Experience
@@ -140,7 +142,7 @@ def test_there_are_more_children_while_unproposed_tokens_are_accepted() -> None:
 
 def test_experience_is_kept_for_the_same_limits_and_way_to_sample() -> None:
     experience = Experience(PASSAGE)
-    greedy = Request(0, (1, 2))
+    greedy = TokenizedRequest(0, (1, 2))
     again = replace(greedy, number=1, prompt_token_ids=(3,), sampling=SamplingParams(seed=4, max_tokens=9, stop=("x",)))
     drawn = replace(greedy, sampling=SamplingParams(temperature=0.6))
     narrow = replace(greedy, options=BestFirstOptions(width=8))

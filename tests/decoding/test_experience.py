@@ -8,7 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from pipedec.core import Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, RowCosts, TimestepTiming
@@ -18,7 +19,7 @@ from pipedec.methods import BestFirstOptions
 
 PASSAGE = 4
 PRIOR = {"draft": {"log probability": 1.0}}
-GREEDILY = Request(0, (1, 2))
+GREEDILY = TokenizedRequest(0, (1, 2))
 DRAWN = replace(GREEDILY, sampling=SamplingParams(temperature=0.6))
 
 

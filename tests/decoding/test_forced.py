@@ -9,7 +9,10 @@ from support.drafters import PROMPT, Alone, ScriptedDrafter, rows
 from support.simulation import KnowingDrafter
 from support.toy_structures import ToyStructure
 
-from pipedec.core import MethodOptions, Request, SamplingParams, Step, Verdict
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.methods import PROPOSERS, TREE_SHAPES, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
@@ -35,7 +38,7 @@ def counting(said: tuple[int, ...]) -> frozenset[int]:
 
 def asked(method: str, options: MethodOptions | None, grammar: ToyStructure, drafter: KnowingDrafter | None = None) -> Alone:
     """An answer with a structure whose prompt has entered."""
-    request = Request(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
+    request = TokenizedRequest(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
     batch = Batch(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
     return Alone(batch, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
 

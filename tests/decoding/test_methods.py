@@ -7,7 +7,10 @@ from functools import partial
 import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 
-from pipedec.core import NO_MASKS, Request, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import NO_MASKS
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, RequestState
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
@@ -35,7 +38,7 @@ def drafter() -> ScriptedDrafter:
 
 def pipedec(drafter: ScriptedDrafter, width: int = 3, children: int = 2, token: int = 10) -> Alone:
     """A method that has taken in the prompt and whose target has said ``token``."""
-    method = begun(Request(0, PROMPT, method="pipedec", options=PipeDecOptions(width, children)), drafter)
+    method = begun(TokenizedRequest(0, PROMPT, method="pipedec", options=PipeDecOptions(width, children)), drafter)
     method.apply(Verdict.of(token))
     return method
 
@@ -89,7 +92,7 @@ def test_an_empty_frontier_proposes_nothing_until_the_miss(drafter: ScriptedDraf
 
 
 def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedDrafter) -> None:
-    method = begun(Request(0, PROMPT, method="stpp", options=StaticTreeOptions(3, 2, 2)), drafter)
+    method = begun(TokenizedRequest(0, PROMPT, method="stpp", options=StaticTreeOptions(3, 2, 2)), drafter)
     method.apply(Verdict.of(10))
     assert (drafter.begun, drafter.prompt) == (1, list(PROMPT))
     assert method.propose() is None  # nothing is drafted yet
@@ -113,7 +116,7 @@ def test_a_static_tree_enters_whole_and_waits_for_its_verdict(drafter: ScriptedD
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: ScriptedDrafter) -> None:
-    method = begun(Request(0, PROMPT, method=name), drafter, trained_masks=3)
+    method = begun(TokenizedRequest(0, PROMPT, method=name), drafter, trained_masks=3)
     method.apply(Verdict.of(10))
     method.propose()
     method.draft()
@@ -124,7 +127,7 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 
 def test_what_a_batch_can_run(drafter: ScriptedDrafter) -> None:
     def opened(name: str, drafter: ScriptedDrafter | None) -> RequestState:
-        batch, request = Batch(2, drafter), Request(0, PROMPT, method=name)
+        batch, request = Batch(2, drafter), TokenizedRequest(0, PROMPT, method=name)
         batch.check(request, Sequence(5, (), 10))
         batch.open(request, partial(Sequence, 5, (), 10))
         assert batch.propose()[0].opening is not None
@@ -137,7 +140,7 @@ def test_what_a_batch_can_run(drafter: ScriptedDrafter) -> None:
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            Batch(2).check(Request(0, PROMPT, method=name), Sequence(5, (), 10))
+            Batch(2).check(TokenizedRequest(0, PROMPT, method=name), Sequence(5, (), 10))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        Batch(2, drafter).check(Request(0, PROMPT, method="best"), Sequence(5, (), 10))
+        Batch(2, drafter).check(TokenizedRequest(0, PROMPT, method="best"), Sequence(5, (), 10))
     assert drafter.begun == 3, "a check opens nothing"

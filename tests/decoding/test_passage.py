@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipedec.core import MAX_PASSAGE
+from pipedec.core.limits import MAX_PASSAGE
 from pipedec.decoding.controller import Controller, EnteredCounts, TimestepTiming
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.decoding.passage import Passages

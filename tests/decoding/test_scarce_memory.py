@@ -9,7 +9,10 @@ import pytest
 from support.simulation import KnowingDrafter, entered
 from support.toy_structures import ToyStructure, rule_of
 
-from pipedec.core import Request, SamplingParams, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, RequestState
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
@@ -24,7 +27,9 @@ def batch(capacity: int, knee: int = 16) -> Batch:
 
 def arrive(batch: Batch, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    batch.open(Request(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens))
+    batch.open(
+        TokenizedRequest(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens)
+    )
 
 
 def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
@@ -96,7 +101,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(UserError, match=r"^the request needs 321 slots of KV cache \(100 for the prompt, 220 for max_"):
         arrive(few, 1, max_tokens=220)
     options = StaticTreeOptions(16, 4, 3)
-    request = Request(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
+    request = TokenizedRequest(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
     with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
         Batch(2, object(), kv=KVManager(320)).check(request, Sequence(100, (), 200))  # type: ignore[arg-type]
 
@@ -104,7 +109,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
 def test_what_a_structure_forces_needs_memory_too() -> None:
     """Its chain of forced tokens enters with the row above it, or not at all: without room for it, an answer would never end."""
     one, structure = batch(320), ToyStructure(rule_of(range(50), range(50), seed=0))
-    fits, does_not = (Request(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
+    fits, does_not = (TokenizedRequest(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
     one.check(fits, Sequence(100, (), 187, structure))
     one.check(does_not, Sequence(100, (), 188))
     with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
@@ -112,7 +117,9 @@ def test_what_a_structure_forces_needs_memory_too() -> None:
 
 
 def opened(batch: Batch, method: str) -> RequestState:
-    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None)
+    request = TokenizedRequest(
+        0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None
+    )
     batch.open(request, partial(Sequence, 3, (), 9))
     return batch.requests[0]
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from support.examples import examples
 
-from pipedec.core import Request, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.decoding.shapes import Node, PositionalAcceptance, best_tree
 from pipedec.methods import TREE_SHAPES, StaticTreeOptions
 from pipedec.tree import Candidates, DraftTree
@@ -124,7 +125,7 @@ def eagle2(drafter: RandomDrafter, root: int, top_k: int, depth: int, total: int
 
 def begun_with(drafter: ScriptedDrafter, text: tuple[int, ...] = PROMPT, token: int = 10, **options: Any) -> Alone:
     """A static tree whose target has said ``token``."""
-    method = begun(Request(0, text, method="stpp", options=StaticTreeOptions(**options)), drafter)
+    method = begun(TokenizedRequest(0, text, method="stpp", options=StaticTreeOptions(**options)), drafter)
     method.apply(Verdict.of(token))
     return method
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drafters import Alone, begun, rows
 
-from pipedec.core import Request, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience
 from pipedec.decoding.proposers import LENGTHS, Occurrences
 from pipedec.decoding.shared_texts import SharedTexts
@@ -77,7 +78,7 @@ def test_memory_is_bounded_for_all_tenants_together(lengths: list[int]) -> None:
 def answering(experience: Experience, tenant: str | None, method: str = "pipedec-bestfirst") -> Alone:
     """A request after its prompt, without a draft model."""
     options = BestFirstOptions(width=16, proposers=("ngrams",)) if method == "pipedec-bestfirst" else None
-    return begun(Request(0, PROMPT, method=method, options=options, tenant=tenant), experience=experience)
+    return begun(TokenizedRequest(0, PROMPT, method=method, options=options, tenant=tenant), experience=experience)
 
 
 def entered(experience: Experience, tenant: str | None) -> list[int]:

@@ -8,7 +8,9 @@ from functools import partial
 
 from support.simulation import KnowingDrafter, entered, proposed
 
-from pipedec.core import MethodOptions, Request, SamplingParams, Verdict
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.methods import BestFirstOptions, BitaOptions, StaticTreeOptions
 from pipedec.threads import Sequence
@@ -19,7 +21,7 @@ KNEE = 16
 def arrive(
     batch: Batch, number: int, prompt: int = 1, priority: int = 0, method: str = "pp", options: MethodOptions | None = None
 ) -> None:
-    request = Request(number, tuple(range(prompt)), SamplingParams(max_tokens=50), method, options, priority=priority)
+    request = TokenizedRequest(number, tuple(range(prompt)), SamplingParams(max_tokens=50), method, options, priority=priority)
     batch.open(request, partial(Sequence, prompt, (), 50))
 
 

@@ -10,7 +10,9 @@ import torch
 from support.drafters import Alone, IdleDrafter
 from support.toy_dialects import END, IDS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, Request, Step, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.decoding import Batch
 from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
 from pipedec.methods import METHODS, applicable_options
@@ -56,7 +58,7 @@ class Answer:
         replayed, self.sequence = (sequence_of(toy(dialect, **changes), len(PROMPT), 10_000) for _ in range(2))
         self.forest = forest_of(self.sequence)
         self.draft = draft or Lines()
-        request = Request(0, PROMPT, method=method, options=applicable_options(method, tree))
+        request = TokenizedRequest(0, PROMPT, method=method, options=applicable_options(method, tree))
         self.method = Alone(Batch(2, self.draft, trained_masks=2), request, replayed)
         self.room = max(1 + tree.get("width", 0) * tree.get("depth", 1), ROWS_OF_SEVERAL_THREADS)
         self.past: Counter[int] = Counter()  # by thread: its tokens that are no rows of a tree any more

@@ -19,7 +19,8 @@ from support.toy_structures import ToyStructure
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import Accepted, SamplingParams, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.drafting import DraftModel
 from pipedec.model import DraftVocabulary, KVCache, StageModel
 from pipedec.sampling import Sampler

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.clock import Clock
 
-from pipedec.core import EpochEnded
+from pipedec.core.errors import EpochEnded
 from pipedec.engine import activity
 from pipedec.engine.activity import Activity
 

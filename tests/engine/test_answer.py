@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from pipedec.client.reply import Reply
-from pipedec.core import Accepted, Request, SamplingParams, StructuredOutputs, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import RunningAnswer
-from pipedec.messages import CompletionEvent, LogprobsEvent, ThreadNews
+from pipedec.messages.events import CompletionEvent, LogprobsEvent, ThreadNews
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadedSequence, bind, load_dialect
 
@@ -36,7 +39,7 @@ class Telling:
         text = None if dialect is None else load_dialect(dialect).to_json()
         new_sequence = Sequences(TARGET).maker(len(PROMPT), params, text)
         self._prompter = prompter
-        self.answer = RunningAnswer(Request(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
+        self.answer = RunningAnswer(TokenizedRequest(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
         self.text = ""
         self.token_ids: list[int] = []
 

@@ -11,11 +11,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pipedec.client.reply import Delta, Reply
-from pipedec.core import Accepted, Request, SamplingParams, TokenLogprobs, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import TokenLogprobs
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
 from pipedec.engine.answer import EarlierOutput, RunningAnswer
-from pipedec.messages import CompletionEvent, Event, LogprobsEvent, ThreadNews
+from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import published_token_ids
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
@@ -87,7 +91,7 @@ def of(
     brought, known = (
         EarlierOutput(SEQUENCES.maker(len(PROMPT), params, threads, ids), len(ids)) if ids else None for ids in (said, heard)
     )
-    request = Request(0, PROMPT, params, threads=threads, output_token_ids=() if threads else heard)
+    request = TokenizedRequest(0, PROMPT, params, threads=threads, output_token_ids=() if threads else heard)
     answer = RunningAnswer(request, new_sequence, prompter, 2, threads is not None, brought, known)
     answer.opened()
     return answer

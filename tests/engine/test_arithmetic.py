@@ -13,7 +13,8 @@ from support.clusters import clustered
 from support.tiny_pair import Pair
 
 from pipedec.config import DeviceConfig, ServerConfig, Settings
-from pipedec.core import KNEE_ROWS, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
 from pipedec.engine.build import resolve, resolve_partition, room_on, weights_on
 from pipedec.engine.devices import arithmetic_of
 from pipedec.hardware import WeightFormat

@@ -23,7 +23,11 @@ from support.timesteps import check_timesteps
 from test_local_pipeline import OPTIONS, PROMPT, expected
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, RequestUpdate, SamplingParams, StageMessage, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import RequestUpdate, StageMessage
+from pipedec.core.verdict import Verdict
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import ModelImpl, model_config
 from pipedec.methods import BitaOptions
@@ -56,16 +60,16 @@ def make_pipeline(
 
 def request(
     tree: Any = TREES[0], sampling: SamplingParams = DRAWN, prompt: tuple[int, ...] = PROMPT, method: str = "bita", **changes: Any
-) -> Request:
+) -> TokenizedRequest:
     wishes = {"max_tokens": NUM_TOKENS, "ignore_eos": True, **changes}
-    return Request(0, prompt, replace(sampling, **wishes), method, tree)
+    return TokenizedRequest(0, prompt, replace(sampling, **wishes), method, tree)
 
 
 def tokens_of(verdicts: Sequence[Verdict]) -> tuple[int, ...]:
     return tuple(token for verdict in verdicts for token in verdict.tokens)
 
 
-def answer(pipeline: LocalPipeline, asked: Request) -> tuple[int, ...]:
+def answer(pipeline: LocalPipeline, asked: TokenizedRequest) -> tuple[int, ...]:
     return tokens_of(list(pipeline.run(asked)))
 
 
@@ -186,7 +190,7 @@ def forecast_of(verdict: Verdict) -> tuple[tuple[int, ...], ...]:
     return accepted.forecast
 
 
-def lengths(pipeline: LocalPipeline, asked: Request) -> tuple[list[int], tuple[int, ...]]:
+def lengths(pipeline: LocalPipeline, asked: TokenizedRequest) -> tuple[list[int], tuple[int, ...]]:
     """How many tokens every pass gave, and the answer."""
     verdicts = list(pipeline.run(asked))
     return [len(verdict.tokens) for verdict in verdicts], tokens_of(verdicts)

@@ -11,7 +11,8 @@ import pytest
 from engine.test_local_pipeline import expected, make_pipeline, models, request
 from support.transfer_order import transfers_of
 
-from pipedec.core import EMPTY, RequestUpdate, StageMessage, Verdict
+from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
+from pipedec.core.verdict import Verdict
 from pipedec.decoding.passage import Passages
 from pipedec.engine.loop import Timestep
 from pipedec.engine.rank_zero import WindowPipeline

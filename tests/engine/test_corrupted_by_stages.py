@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_pair import Pair
 
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.methods import applicable_options
@@ -37,7 +38,7 @@ def pipeline(target: Path, pair: Pair) -> LocalPipeline:
     return LocalPipeline.load(resolve(Settings.of(target=target, draft=pair.draft, stages=STAGES, device="cpu")))
 
 
-def answers(of: LocalPipeline, *requests: Request, **later: Request) -> dict[int, LocalAnswer]:
+def answers(of: LocalPipeline, *requests: TokenizedRequest, **later: TokenizedRequest) -> dict[int, LocalAnswer]:
     """``later`` come at a timestep of their own: ``at_40=...``."""
     for _ in of.run_all({1: list(requests), **{int(name[3:]): [request] for name, request in later.items()}}):
         pass
@@ -53,7 +54,7 @@ def stage_of(answer: LocalAnswer) -> int:
 
 @cache
 def undisturbed(pair: Pair, prompt: tuple[int, ...] = GOOD, sampling: SamplingParams = GREEDY) -> list[int]:
-    return answers(pipeline(pair.target, pair), Request(1, prompt, sampling, "pp"))[1].token_ids
+    return answers(pipeline(pair.target, pair), TokenizedRequest(1, prompt, sampling, "pp"))[1].token_ids
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_a_request_with_a_corrupt_token_fails_and_others_go_on(
     target = damaged(pair, tmp_path / "nan", "embed_tokens", rare, torch.nan)
     options = applicable_options(method, {"width": 6, "children": 4})
     prompts = (GOOD, (*GOOD[:3], rare, *GOOD), GOOD)
-    requests = [Request(number, prompt, sampling, method, options) for number, prompt in enumerate(prompts)]
+    requests = [TokenizedRequest(number, prompt, sampling, method, options) for number, prompt in enumerate(prompts)]
     good, bad, again = answers(pipeline(target, pair), *requests).values()
     assert (bad.finished, stage_of(bad), bad.token_ids) == ("corrupted", 1, [])
     assert good.token_ids == again.token_ids == wanted
@@ -85,7 +86,7 @@ def test_a_request_with_a_corrupt_token_fails_and_others_go_on(
 def test_an_answer_is_ended_where_it_says_a_corrupt_token(pair: Pair, method: str, tmp_path: Path) -> None:
     wanted = undisturbed(pair)
     target = damaged(pair, tmp_path / "nan", "embed_tokens", wanted[5], torch.nan)
-    answer = answers(pipeline(target, pair), Request(1, GOOD, GREEDY, method))[1]
+    answer = answers(pipeline(target, pair), TokenizedRequest(1, GOOD, GREEDY, method))[1]
     assert answer.token_ids == wanted[: len(answer.token_ids)]
     assert (len(answer.token_ids) <= wanted.index(wanted[5]) + 1, stage_of(answer)) == (True, 1)
 
@@ -97,7 +98,7 @@ def test_an_answer_is_ended_where_it_says_a_corrupt_token(pair: Pair, method: st
 @pytest.mark.failure_case("S7")
 def test_the_first_bad_stage_is_named(pair: Pair, tensor: str, value: float, stage: int, tmp_path: Path) -> None:
     target = damaged(pair, tmp_path / "bad", tensor, None, value)
-    answer = answers(pipeline(target, pair), Request(1, GOOD, GREEDY, "pp"))[1]
+    answer = answers(pipeline(target, pair), TokenizedRequest(1, GOOD, GREEDY, "pp"))[1]
     assert (answer.token_ids, answer.finished, stage_of(answer)) == ([], "corrupted", stage)
 
 
@@ -106,5 +107,5 @@ def test_the_next_request_does_not_adopt_what_was_corrupt(pair: Pair, tmp_path: 
     wanted = undisturbed(pair, SHARED)
     rare = next(token for token in range(100, 250) if token not in wanted)
     one = pipeline(damaged(pair, tmp_path / "nan", "embed_tokens", rare, torch.nan), pair)
-    found = answers(one, Request(1, (*SHARED, rare), GREEDY, "pp"), at_40=Request(2, SHARED, GREEDY, "pp"))
+    found = answers(one, TokenizedRequest(1, (*SHARED, rare), GREEDY, "pp"), at_40=TokenizedRequest(2, SHARED, GREEDY, "pp"))
     assert stage_of(found[1]) == 1 and found[2].token_ids == wanted

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.loop import (
     Advanced,
@@ -57,7 +60,7 @@ class Recorded:
         self._waiting: list[int] = []
         self._open: list[int] = []
 
-    def open(self, request: Request, new_sequence: Any) -> None:
+    def open(self, request: TokenizedRequest, new_sequence: Any) -> None:
         self._waiting.append(request.number)
 
     def to_pause(self) -> list[int]:
@@ -142,7 +145,7 @@ def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[Request
     heard: Heard = {}
     pool = RequestPool(recorded, take, [note])  # type: ignore[arg-type]
     for number in numbers:
-        pool.open(Request(number, (1, 2)), None)  # type: ignore[arg-type]
+        pool.open(TokenizedRequest(number, (1, 2)), None)  # type: ignore[arg-type]
     return pool, heard
 
 
@@ -303,7 +306,7 @@ def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_t
     noted: list[Record] = []
     pool = RequestPool(batch, listeners=[noted.append])
     for number in range(2):
-        request = Request(number, prompt, SamplingParams(max_tokens=20), "pp")
+        request = TokenizedRequest(number, prompt, SamplingParams(max_tokens=20), "pp")
         pool.open(request, partial(Sequence, len(prompt), (), 20))
     assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
     pool.cancel(0)

@@ -20,14 +20,19 @@ from support.whole_scheduler import FreshRun
 from transformers import AutoTokenizer
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, PipedecError, SamplingParams, SchedulerLost, UserError, Verdict
+from pipedec.core.errors import EpochEnded, PipedecError, SchedulerLost, UserError
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Drafter
 from pipedec.device import HostDevice
 from pipedec.engine.admission import Admission, Sequences
 from pipedec.engine.build import load_prompter, resolve
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.messages import CompletionEvent, ErrorEvent, PromptRequest, RunDescription, RunStats, TokensEvent
+from pipedec.messages.events import CompletionEvent, ErrorEvent, TokensEvent
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import RunStats
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Granted, Post, RankMessage
 from pipedec.scheduler.workflow import Planned

@@ -16,7 +16,8 @@ import torch
 from support.clock import Clock
 from support.tiny_pair import Pair
 
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import GREEDY, NOTHING_LEARNED, LearnedAcceptance, LearnedRates
 from pipedec.engine import experience_files
@@ -160,7 +161,7 @@ def test_priors_change_no_text(pair: Pair) -> None:
     for prior in (NOTHING_LEARNED, learned(1.5), learned(-1.5)):
         pipeline = LocalPipeline.load(spec, experience=Experience(3, prior))
         sampling, options = SamplingParams(max_tokens=24, ignore_eos=True), BestFirstOptions(width=3, forwards=1)
-        list(pipeline.run(Request(0, PROMPT, sampling, options=options)))
+        list(pipeline.run(TokenizedRequest(0, PROMPT, sampling, options=options)))
         answers.append(pipeline.last.token_ids)
         timesteps.append(pipeline.last.metrics.timesteps)
     assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 24

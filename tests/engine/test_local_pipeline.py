@@ -17,7 +17,12 @@ from support.stage_chain import ROPES
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from pipedec.core import KNEE_ROWS, MethodOptions, Metrics, Request, SamplingParams, UserError, Verdict
+from pipedec.core.completion import Metrics
+from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
@@ -112,12 +117,12 @@ def request(
     method: str = "pipedec",
     options: MethodOptions | None = None,
     **sampling: object,
-) -> Request:
+) -> TokenizedRequest:
     chosen = options or applicable_options(method, TREE)
-    return Request(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, chosen)  # type: ignore[arg-type]
+    return TokenizedRequest(0, prompt, SamplingParams(max_tokens=num_tokens, **sampling), method, chosen)  # type: ignore[arg-type]
 
 
-def answer(pipeline: LocalPipeline, asked: Request) -> tuple[tuple[int, ...], str | None]:
+def answer(pipeline: LocalPipeline, asked: TokenizedRequest) -> tuple[tuple[int, ...], str | None]:
     """Token ids and the reason of the end, which only the last verdict gives."""
     verdicts: list[Verdict] = list(pipeline.run(asked))
     assert all(verdict.finished is None for verdict in verdicts[:-1])

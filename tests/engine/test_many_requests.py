@@ -14,7 +14,8 @@ from support.examples import examples
 from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
@@ -62,17 +63,19 @@ class Visit:
     num_said: int = 0
     tenant: str | None = None
 
-    def request(self, number: int, models: ThreadModels) -> Request:
+    def request(self, number: int, models: ThreadModels) -> TokenizedRequest:
         method, options = OPTIONS[self.method]
         if isinstance(self.answer, Case):
             dialect = THREAD_DIALECTS[self.answer.dialect].to_json()
             prompt = models.prompt_ids(self.answer.prompt)
             sampling = structs.replace(models.sampling(self.answer), max_tokens=4 * self.num_tokens)
-            return Request(number, prompt, sampling, method, options, threads=dialect, priority=self.priority, tenant=self.tenant)
+            return TokenizedRequest(
+                number, prompt, sampling, method, options, threads=dialect, priority=self.priority, tenant=self.tenant
+            )
         prompt, sampling = PROMPTS[self.answer[0]], structs.replace(SAMPLINGS[self.answer[1]], max_tokens=self.num_tokens)
         told = alone(models, replace(self, num_said=0)).token_ids if self.num_said else []
         said = tuple(told[: min(self.num_said, len(told) - 1)])
-        return Request(
+        return TokenizedRequest(
             number, prompt, sampling, method, options, priority=self.priority, output_token_ids=said, tenant=self.tenant
         )
 
@@ -149,7 +152,7 @@ def test_an_answer_in_company_is_the_answer_alone(
     everything.
     """
     pipeline = pipeline_of(thread_models, shape, slots, LaneSizes(ahead))
-    arrivals: dict[int, list[Request]] = {}
+    arrivals: dict[int, list[TokenizedRequest]] = {}
     cancels: dict[int, list[int]] = {}
     for number, visit in enumerate(visits):
         arrivals.setdefault(visit.arrives, []).append(visit.request(number, thread_models))

@@ -14,7 +14,7 @@ from support.clock import Clock
 from support.tiny_pair import Pair
 
 from pipedec.config import Settings
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.devices import allocated, measured_tokens, with_measured_memory
 from pipedec.families import model_by_name
 from pipedec.model import StageModel

@@ -11,7 +11,8 @@ from support.checkpoints import save_tiny_llama
 from support.tiny_pair import tiny_tokenizer
 
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS
@@ -59,7 +60,7 @@ def test_every_method_says_what_the_target_says(loaded: tuple[LocalPipeline, int
     for method in METHODS:
         for prompt in ((1, 9, 30, 4, 51, 17), (1, 9, last, 30, last, last)):
             sampling = SamplingParams(max_tokens=40, ignore_eos=not ends, **SETTINGS[setting])
-            asked = Request(0, prompt, sampling, method, tenant="one")
+            asked = TokenizedRequest(0, prompt, sampling, method, tenant="one")
             answer = tuple(token for verdict in pipeline.run(asked) for token in verdict.tokens)
             assert answer == said.setdefault(f"{prompt}", answer), (method, prompt)
             if METHODS[method].draft == "required" and draft_size >= TOKENS:

@@ -9,7 +9,10 @@ from support.kv_budgets import with_slots
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import Request, RequestUpdate, SamplingParams, TokenLogprobs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import RequestUpdate, TokenLogprobs
 from pipedec.decoding import Batch
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.engine.loop import PromptScored, Record, RequestPool
@@ -43,10 +46,10 @@ def assert_right(answer: LocalAnswer, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("stages", "method"), [(1, "pp"), (4, "bita"), (2, "pipedec-bestfirst")])
 def test_they_are_those_of_transformers(pair: Pair, expected: torch.Tensor, stages: int, method: str) -> None:
     pipeline = LocalPipeline.load(pair.spec(stages))
-    told = [token for verdict in pipeline.run(Request(0, PROMPT, ASKED, method)) for token in verdict.tokens]
+    told = [token for verdict in pipeline.run(TokenizedRequest(0, PROMPT, ASKED, method)) for token in verdict.tokens]
     assert_right(pipeline.last, expected)
     unasked = replace(ASKED, prompt_logprobs=None)
-    assert told == [token for verdict in pipeline.run(Request(1, PROMPT, unasked, method)) for token in verdict.tokens]
+    assert told == [token for verdict in pipeline.run(TokenizedRequest(1, PROMPT, unasked, method)) for token in verdict.tokens]
     assert pipeline.last.prompt_logprobs == []
 
 
@@ -56,10 +59,10 @@ def test_in_company_and_behind_a_prompt_that_is_cached(pair: Pair, expected: tor
     sampled = replace(ASKED, temperature=1.0, seed=4, logit_bias={9: 3.0}, repetition_penalty=1.3, logprobs=1)
     unasked = replace(ASKED, prompt_logprobs=None)
     requests = [
-        Request(0, PROMPT, unasked), Request(1, PROMPT[:90], sampled), Request(2, PROMPT[:1], ASKED),
-        Request(3, PROMPT, replace(ASKED, prompt_logprobs=0), "bita"),
+        TokenizedRequest(0, PROMPT, unasked), TokenizedRequest(1, PROMPT[:90], sampled), TokenizedRequest(2, PROMPT[:1], ASKED),
+        TokenizedRequest(3, PROMPT, replace(ASKED, prompt_logprobs=0), "bita"),
     ]  # fmt: skip
-    later = [Request(4, PROMPT, ASKED), Request(5, PROMPT, unasked)]
+    later = [TokenizedRequest(4, PROMPT, ASKED), TokenizedRequest(5, PROMPT, unasked)]
     list(pipeline.run_all({1: requests[:2], 3: requests[2:], 60: later}))
     answers = pipeline.answers
     for number in (1, 2, 3, 4):
@@ -71,8 +74,8 @@ def test_in_company_and_behind_a_prompt_that_is_cached(pair: Pair, expected: tor
 
 def test_nothing_is_told_twice_after_a_pause(pair: Pair, expected: torch.Tensor) -> None:
     pipeline = LocalPipeline.load(with_slots(pair.spec(2), 400))
-    paused = Request(0, PROMPT, replace(ASKED, max_tokens=120), "pp", priority=5)
-    urgent = Request(1, PROMPT[::-1], replace(ASKED, max_tokens=100, prompt_logprobs=None), "pp")
+    paused = TokenizedRequest(0, PROMPT, replace(ASKED, max_tokens=120), "pp", priority=5)
+    urgent = TokenizedRequest(1, PROMPT[::-1], replace(ASKED, max_tokens=100, prompt_logprobs=None), "pp")
     list(pipeline.run_all({1: [paused], 25: [urgent]}))
     assert pipeline.answers[0].metrics.pauses > 0
     assert_right(pipeline.answers[0], expected)
@@ -80,14 +83,14 @@ def test_nothing_is_told_twice_after_a_pause(pair: Pair, expected: torch.Tensor)
 
 def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: torch.Tensor) -> None:
     pipeline = LocalPipeline.load(pair.spec(2))
-    list(pipeline.run(Request(0, PROMPT[:20], replace(ASKED, max_tokens=60), output_token_ids=PROMPT[20:70])))
+    list(pipeline.run(TokenizedRequest(0, PROMPT[:20], replace(ASKED, max_tokens=60), output_token_ids=PROMPT[20:70])))
     assert_right(pipeline.last, expected)
 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
     noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
     pool = RequestPool(Batch(2), listeners=[noted.append])
-    pool.open(Request(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
+    pool.open(TokenizedRequest(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
 
     def begin() -> None:
         pool.interrupt()
@@ -113,4 +116,4 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
 def test_where_they_cannot_be_had() -> None:
     threads = load_dialect("pasta").to_json()
     with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
-        Batch(2).open(Request(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))
+        Batch(2).open(TokenizedRequest(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))

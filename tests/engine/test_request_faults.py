@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from support.tiny_pair import Pair
 
-from pipedec.core import Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import batch
 from pipedec.decoding.request_state import RequestState
 from pipedec.drafting import DraftModel
@@ -100,16 +101,16 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
 }  # fmt: skip
 
 
-def requests() -> list[Request]:
+def requests() -> list[TokenizedRequest]:
     plain, structured = SamplingParams(max_tokens=16, ignore_eos=True), StructuredOutputs(regex="[a-z ]{30}")
     drawn = SamplingParams(temperature=1.0, seed=SEED, max_tokens=16, structured_outputs=structured)
     return [
-        Request(number, prompt, drawn if number == GUILTY else plain, "pipedec-bestfirst", TREE)
+        TokenizedRequest(number, prompt, drawn if number == GUILTY else plain, "pipedec-bestfirst", TREE)
         for number, prompt in enumerate(PROMPTS)
     ]
 
 
-def answers(of: LocalPipeline, of_requests: list[Request]) -> dict[int, LocalAnswer]:
+def answers(of: LocalPipeline, of_requests: list[TokenizedRequest]) -> dict[int, LocalAnswer]:
     for _ in of.run_all({1: of_requests}):
         pass
     return of.answers

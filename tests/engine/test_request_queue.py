@@ -10,9 +10,11 @@ from support.run_stats import run_stats
 from support.whole_scheduler import FreshRun
 
 from pipedec.config import Settings
-from pipedec.core import PipedecError, SchedulerLost
+from pipedec.core.errors import PipedecError, SchedulerLost
 from pipedec.engine.request_queue import RequestQueue
-from pipedec.messages import CancelledEvent, ErrorEvent, Event, RunDescription, RunStats, TokensEvent
+from pipedec.messages.events import CancelledEvent, ErrorEvent, Event, TokensEvent
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import RunStats
 from pipedec.scheduler.protocol import Post, RankMessage
 from pipedec.topology import Topology
 

@@ -8,14 +8,18 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import Metrics, NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.core.completion import Metrics
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.decoding.request_state import POSITIONS, Tally
 from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, Counters, RunCounters
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, Timestep, Waits
 from pipedec.kv import KVManager
-from pipedec.messages import RunStats
+from pipedec.messages.stats import RunStats
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
 
@@ -29,14 +33,14 @@ def pipeline(pair: Pair) -> LocalPipeline:
     return LocalPipeline.load(pair.spec(stages=2, draft=str(pair.target)).replaced(prefix_cache=False))
 
 
-def stats_of(pipeline: LocalPipeline, *requests: Request) -> RunStats:
+def stats_of(pipeline: LocalPipeline, *requests: TokenizedRequest) -> RunStats:
     list(pipeline.run_all({1: requests}))
     return pipeline.stats()
 
 
 @pytest.mark.parametrize("method", ["pp", "stpp", "pipedec", "pipedec-bestfirst", "bita"])
 def test_every_row_is_of_one_kind(pipeline: LocalPipeline, method: str) -> None:
-    stats = stats_of(pipeline, *(Request(number, PROMPT, SAMPLING, method) for number in range(2)))
+    stats = stats_of(pipeline, *(TokenizedRequest(number, PROMPT, SAMPLING, method) for number in range(2)))
     metrics = [answer.metrics for answer in pipeline.answers.values()]
     assert stats.prompt_rows == 2 * len(PROMPT)
     assert stats.draft_rows == sum(each.draft_tokens for each in metrics)
@@ -59,7 +63,7 @@ def test_accepted_tokens_by_position(pair: Pair) -> None:
     """
     spec = pair.spec(stages=2, draft=str(pair.target)).replaced(dtype="float64", draft_dtype="float64")
     pipeline = LocalPipeline.load(spec)
-    stats = stats_of(pipeline, Request(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
+    stats = stats_of(pipeline, TokenizedRequest(0, PROMPT, SAMPLING, "stpp", StaticTreeOptions(width=3, children=2, depth=2)))
     metrics = pipeline.last.metrics
     assert (stats.drafts, stats.draft_rows, stats.accepted_per_pos[:3]) == (4, 20, (4, 4, 0))
     assert (metrics.misses, metrics.hits, metrics.draft_tokens, metrics.acceptance_rate) == (4, 8, 20, 8 / 20)
@@ -75,7 +79,7 @@ def test_tokens_of_a_long_row_of_hits() -> None:
 def test_requests_without_kv_memory_wait() -> None:
     batch = Batch(2, kv=KVManager(160, 16))
     for number in range(2):
-        batch.open(Request(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
+        batch.open(TokenizedRequest(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
     assert (batch.num_running, batch.num_waiting) == (0, 2)
     batch.propose()
     assert (batch.num_running, batch.num_waiting) == (1, 1)
@@ -114,7 +118,7 @@ def entered(*steps: Step) -> list[Record]:
 
 
 def opened(cached: int = 0) -> RequestOpened:
-    request = Request(0, tuple(range(9)))
+    request = TokenizedRequest(0, tuple(range(9)))
     return RequestOpened(0, request, lambda: Sequence(9, (), 9), NewRequest(9, request.sampling, cached=cached))
 
 

@@ -18,9 +18,13 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerB
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import KNEE_ROWS, Completion, Request, SamplingParams, UserError
+from pipedec.core.completion import Completion
+from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.plan.spec import DISPATCHES
 
@@ -47,13 +51,13 @@ def expected(target: PreTrainedModel, prompt: tuple[int, ...], sampling: Samplin
     return tuple(said)
 
 
-def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMPT) -> Request:
-    return Request(
+def asked(sampling: SamplingParams, method: str, prompt: tuple[int, ...] = PROMPT) -> TokenizedRequest:
+    return TokenizedRequest(
         0, prompt, structs.replace(sampling, max_tokens=NUM_TOKENS, ignore_eos=True), method, applicable_options(method, TREE)
     )
 
 
-def answer(pipeline: LocalPipeline, request: Request) -> tuple[int, ...]:
+def answer(pipeline: LocalPipeline, request: TokenizedRequest) -> tuple[int, ...]:
     return told(pipeline, request)[0]
 
 

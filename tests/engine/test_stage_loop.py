@@ -12,12 +12,15 @@ import pytest
 from support.fake_cuda import FakeCuda
 from support.transfer_order import transfers_of
 
-from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Load, NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.device import DeviceEvent, GpuDevice
 from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
-from pipedec.messages import Event, StageStats, TraceEvents
+from pipedec.messages.events import Event, TraceEvents
+from pipedec.messages.stats import StageStats
 from pipedec.scheduler import RankScheduler, Task
 from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.stage import StageWorker

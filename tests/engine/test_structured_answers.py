@@ -19,7 +19,8 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.structured import Case, load_cases
 from pipedec.config import Settings
-from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import LaneSizes
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Sequences
@@ -102,7 +103,7 @@ def expected(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ..
 
 def answer(pipeline: LocalPipeline, prompt: tuple[int, ...], sampling: SamplingParams, method: str = "pp",
            options: MethodOptions | None = None, tenant: str | None = None) -> tuple[int, ...]:  # fmt: skip
-    verdicts = list(pipeline.run(Request(0, prompt, sampling, method, options, tenant=tenant)))
+    verdicts = list(pipeline.run(TokenizedRequest(0, prompt, sampling, method, options, tenant=tenant)))
     return tuple(token for verdict in verdicts for token in verdict.tokens)
 
 
@@ -183,13 +184,13 @@ def test_in_company(slots: int | None, losses: frozenset[int]) -> None:
     when memory is short, and when the stages lose everything.
     """
     spec = spec_of(4) if slots is None else with_slots(spec_of(4), slots)
-    pipeline, arrivals = LocalPipeline.load(spec, LaneSizes(ahead=1)), dict[int, list[Request]]()
+    pipeline, arrivals = LocalPipeline.load(spec, LaneSizes(ahead=1)), dict[int, list[TokenizedRequest]]()
     for number, method in enumerate((*METHODS, *METHODS)):
         case = SAMPLE[number % len(SAMPLE)]
         sampling = sampling_of(case, **(DRAWN if number % 4 == 1 else {}))
         if number % 3 == 2:
             sampling = SamplingParams(max_tokens=20)
-        arrivals.setdefault(1 + 4 * number, []).append(Request(number, prompt_of(case.prompt), sampling, method))
+        arrivals.setdefault(1 + 4 * number, []).append(TokenizedRequest(number, prompt_of(case.prompt), sampling, method))
     list(pipeline.run_all(arrivals, losses=losses))
     for one in (one for requests in arrivals.values() for one in requests):
         alone = answer(pipeline_of(1), one.prompt_token_ids, one.sampling)
@@ -206,7 +207,7 @@ def test_behind_what_was_said_before(method: str) -> None:
     prompt, params = prompt_of(case.prompt), sampling_of(case)
     wanted = expected(prompt, params)
     for count in range(1, len(wanted), 9):
-        request = Request(0, prompt, params, method, output_token_ids=wanted[:count])
+        request = TokenizedRequest(0, prompt, params, method, output_token_ids=wanted[:count])
         verdicts = list(pipeline_of(4).run(request))
         assert (*wanted[:count], *(token for verdict in verdicts for token in verdict.tokens)) == wanted
 

@@ -7,7 +7,7 @@ from support.pairwise import pairwise
 from support.thread_differences import written
 from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
-from pipedec.core import MethodOptions, Request
+from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, PROPOSERS, TREE_SHAPES, StaticTreeOptions, applicable_options
 from pipedec.threads import Sequence
@@ -30,7 +30,7 @@ def threaded_answer(
     """The threads of the pipeline's answer."""
     dialect = THREAD_DIALECTS[case.dialect].to_json()
     options = options or applicable_options(method, TREE)
-    request = Request(0, models.prompt_ids(case.prompt), models.sampling(case), method, options, threads=dialect)
+    request = TokenizedRequest(0, models.prompt_ids(case.prompt), models.sampling(case), method, options, threads=dialect)
     verdicts = list(pipeline.run(request))
     assert all(verdict.finished is None for verdict in verdicts[:-1])
     assert pipeline.last.sequence is not None and verdicts[-1].finished == pipeline.last.sequence.finished

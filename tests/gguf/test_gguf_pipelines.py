@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipedec import LLM, SamplingParams
 from pipedec.config.settings import Models
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import checked_models
 from pipedec.families import model_config
 from pipedec.gguf import NAMED_MODELS, located

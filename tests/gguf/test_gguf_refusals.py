@@ -17,7 +17,7 @@ from support.gguf_files import gguf_refusal, save_gguf
 
 from pipedec.checkpoints import TensorFiles, fingerprint
 from pipedec.config import state_directory
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import checked
 from pipedec.families import context_length
 from pipedec.gguf import TensorIndex, model_files

@@ -21,7 +21,7 @@ from support.tiny_pair import Pair
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.gguf import model_files
 from pipedec.gguf.metadata import PRE_TOKENIZERS

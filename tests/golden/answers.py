@@ -8,7 +8,8 @@ from typing import Any
 
 from golden.questions import Question, prompter
 from golden.record import PRECISION
-from pipedec.core import Request, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.verdict import Verdict
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 
 DIGITS = 5
@@ -58,7 +59,9 @@ def _apart(one: float, other: float) -> float:
     return abs(one - other)
 
 
-def answers(pipeline: LocalPipeline, arrivals: Mapping[int, Iterable[Request]], losses: Container[int] = ()) -> dict[int, Answer]:
+def answers(
+    pipeline: LocalPipeline, arrivals: Mapping[int, Iterable[TokenizedRequest]], losses: Container[int] = ()
+) -> dict[int, Answer]:
     """The answers to requests that arrive at these timesteps, by number. The KV cache forgets them."""
     told: dict[int, _Told] = {}
     for number, verdict in pipeline.run_all(arrivals, losses=losses):

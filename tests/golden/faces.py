@@ -32,9 +32,13 @@ from pipedec.bench.sweep.rows import SweepRow
 from pipedec.cli.main import program
 from pipedec.client.resumption import Resumption
 from pipedec.config.cluster import _ClusterDocument
-from pipedec.core import NewRequest, PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.stage_message import NewRequest
 from pipedec.flags import run_command
-from pipedec.messages import ActivityReport, Event, PromptRequest, Recovery, RunDescription, RunStats, StageStats
+from pipedec.messages.events import Event
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStats
 from pipedec.scheduler.keys import Keys
 from pipedec.threads.dialect import Dialect
 

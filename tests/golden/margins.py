@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from golden.questions import Question
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.admission import Sequences
 from pipedec.model import load_transformers
 from pipedec.sampling.noise import gumbel

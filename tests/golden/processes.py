@@ -29,10 +29,11 @@ from golden.schedule import processor
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
-from pipedec.core import Completion, SamplingParams
+from pipedec.core.completion import Completion
+from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.engine.build import resolve
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 
 STAGES = 4

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from golden.pipelines import PLAIN, TARGETS, THREADS
-from pipedec.core import MethodOptions, Request, SamplingParams, StructuredOutputs
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 
@@ -44,8 +45,12 @@ class Question:
     def token_ids(self) -> tuple[int, ...]:
         return prompter(self.target).token_ids(self.prompt, False, self.sampling.max_tokens, self.dialect)
 
-    def request(self, number: int, method: str, options: MethodOptions | None = None, said: tuple[int, ...] = ()) -> Request:
-        return Request(number, self.token_ids, self.sampling, method, options, threads=self.threads, output_token_ids=said)
+    def request(
+        self, number: int, method: str, options: MethodOptions | None = None, said: tuple[int, ...] = ()
+    ) -> TokenizedRequest:
+        return TokenizedRequest(
+            number, self.token_ids, self.sampling, method, options, threads=self.threads, output_token_ids=said
+        )
 
 
 @cache

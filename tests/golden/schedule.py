@@ -22,7 +22,8 @@ from golden.questions import QUESTIONS
 from golden.record import PROCESSOR, ROUNDED
 from golden.scripted import VOCABULARY, scripted
 from golden.watched import watched
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.methods import METHODS
 
 SHAPES = ("1", "4", "14")
@@ -66,16 +67,16 @@ def _rounded() -> Iterator[Case]:
     yield f"threads, {DEFAULT_METHOD}, 4", watched(models(THREADS, "4"), {1: [_alone("apar", DEFAULT_METHOD)]})
 
 
-def _alone(name: str, method: str) -> Request:
+def _alone(name: str, method: str) -> TokenizedRequest:
     asked = QUESTIONS[name].request(0, method)
     return replace(asked, sampling=structs.replace(asked.sampling, max_tokens=TOKENS))
 
 
-def _script(number: int, method: str) -> Request:
+def _script(number: int, method: str) -> TokenizedRequest:
     """A request whose prompt is of no matter but for its length."""
     prompt = tuple(token % VOCABULARY for token in range(number, 20 + 9 * number))
-    return Request(number, prompt, SamplingParams(max_tokens=24 + number), method)
+    return TokenizedRequest(number, prompt, SamplingParams(max_tokens=24 + number), method)
 
 
-def _one_by_one(asked: Sequence[Request]) -> dict[int, Iterable[Request]]:
+def _one_by_one(asked: Sequence[TokenizedRequest]) -> dict[int, Iterable[TokenizedRequest]]:
     return {1 + APART * index: [request] for index, request in enumerate(asked)}

@@ -16,7 +16,8 @@ import torch
 from benchmarks.policy.recording import DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
 from golden.watched import DIGITS, counted, line
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.kv import KVManager
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Sequence as ThreadSequence
@@ -83,7 +84,7 @@ class _CountedDrafter(RecordedDrafter):
 class _Run:
     """Requests, by the timestep at which they come, through stages that compute nothing."""
 
-    def __init__(self, spec: PipelineSpec, arrivals: Mapping[int, Iterable[Request]]) -> None:
+    def __init__(self, spec: PipelineSpec, arrivals: Mapping[int, Iterable[TokenizedRequest]]) -> None:
         assert spec.emulation is not None
         self.drafter = _CountedDrafter()
         kv, experience = KVManager(spec.kv_slots, spec.kv_block), WatchedExperience(spec.topology.num_groups)
@@ -110,7 +111,7 @@ class _Run:
         self._noted = len(self.drafter.forwards)
 
 
-def scripted(spec: PipelineSpec, arrivals: Mapping[int, Iterable[Request]]) -> dict[str, Any]:
+def scripted(spec: PipelineSpec, arrivals: Mapping[int, Iterable[TokenizedRequest]]) -> dict[str, Any]:
     """The schedule of requests that come at these timesteps; each says ``max_tokens`` of its script."""
     run = _Run(spec, arrivals)
     return {

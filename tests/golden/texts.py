@@ -15,7 +15,8 @@ from golden.answers import Answer, answers
 from golden.margins import close_calls
 from golden.pipelines import PLAIN, SLOTS, THREADS, models
 from golden.questions import QUESTIONS, Question
-from pipedec.core import Request, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, applicable_options
@@ -115,10 +116,10 @@ def _differences(
         yield "the answers ended before the caches were lost twice"
 
 
-def _found(scenario: Scenario, pipeline: LocalPipeline, shape: str, asked: list[Request]) -> dict[int, Answer]:
+def _found(scenario: Scenario, pipeline: LocalPipeline, shape: str, asked: list[TokenizedRequest]) -> dict[int, Answer]:
     if scenario.apart is None:
         return {request.number: answers(pipeline, {1: [request]}, scenario.losses)[request.number] for request in asked}
-    arrivals: dict[int, list[Request]] = {}
+    arrivals: dict[int, list[TokenizedRequest]] = {}
     if scenario.is_scarce:
         when = models(PLAIN, shape).spec.topology.num_groups + 2
         arrivals[when] = [replace(asked.pop(), priority=-1)]

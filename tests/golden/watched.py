@@ -8,7 +8,8 @@ from typing import Any
 from msgspec.structs import asdict
 
 from golden.pipelines import Models
-from pipedec.core import Metrics, Request
+from pipedec.core.completion import Metrics
+from pipedec.core.request import TokenizedRequest
 from pipedec.engine.loop import Record, Timestep
 
 COUNTERS = ("timesteps", "hits", "misses", "draft_tokens", "cached_tokens", "pauses")
@@ -27,7 +28,7 @@ def line(stages: Mapping[int, int], drafted: Iterable[int], kv_cells: int) -> st
     return f"{computing} | {' '.join(map(str, drafted)) or '-'} | {kv_cells}"
 
 
-def watched(models: Models, arrivals: Mapping[int, Iterable[Request]]) -> dict[str, Any]:
+def watched(models: Models, arrivals: Mapping[int, Iterable[TokenizedRequest]]) -> dict[str, Any]:
     """The schedule of requests that arrive at these timesteps in a pipeline that has learned nothing yet."""
     kv, pruned = models.new_kv(), [stage.pruned_rows for stage in models.stages]
     pipeline = models.pipeline(kv)

@@ -9,7 +9,8 @@ import torch
 from support.tiny_pair import Pair
 
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHOD_NAMES
@@ -33,7 +34,9 @@ def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dic
     pipeline, ids = LocalPipeline.load(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
     found = {}
     for method in METHOD_NAMES:
-        requests = [Request(number, ids[: len(ids) - number + 1], sampling, method=method) for number in range(1, count + 1)]
+        requests = [
+            TokenizedRequest(number, ids[: len(ids) - number + 1], sampling, method=method) for number in range(1, count + 1)
+        ]
         tokens = [token for number, verdict in pipeline.run_all({1: requests}) if number == 1 for token in verdict.tokens]
         found[method] = tokens
     return found
@@ -88,7 +91,7 @@ def test_no_timestep_of_a_middle_stage_waits_for_the_device(
 ) -> None:
     """Its rows are entered, computed and handed on; CUDA reports the first synchronisation as an error."""
     pipeline, ids = LocalPipeline.load(spec), load_prompter(spec).token_ids(PROMPT, False, TOKENS)
-    request = Request(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    request = TokenizedRequest(1, ids, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     forward = StageModel.forward
     calls = []
 

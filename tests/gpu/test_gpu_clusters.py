@@ -15,10 +15,11 @@ from support.tiny_pair import SENTENCES, Pair
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import METHOD_NAMES
 from pipedec.plan.spec import DISPATCHES
 from pipedec.verify.reference import Reference
@@ -99,7 +100,7 @@ def test_threads_say_what_one_process_says(thread_models: ThreadModels, device: 
     logit_bias = {thread_models.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
     sampling, threads = SamplingParams(max_tokens=60, logit_bias=logit_bias), THREAD_DIALECTS[dialect].to_json()
     local = LocalPipeline.load(spec)
-    for _ in local.run(Request(0, thread_models.prompt_ids(PROMPTS[0]), sampling, threads=threads)):
+    for _ in local.run(TokenizedRequest(0, thread_models.prompt_ids(PROMPTS[0]), sampling, threads=threads)):
         pass
     assert local.last.sequence is not None and len(local.last.sequence.threads) > 1
     with LocalCluster(spec) as running:

@@ -10,8 +10,8 @@ from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import METHOD_NAMES
 
 

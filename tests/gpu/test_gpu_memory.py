@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipedec.config import ClusterConfig, ServerConfig
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve_partition
 from pipedec.engine.local import LocalPipeline
 from pipedec.plan.partition import plan
@@ -129,7 +130,7 @@ def test_a_stage_takes_the_memory_that_its_plan_counts(
         loaded = counted.present
         prompt = tuple(number % 290 + 5 for number in range(PROMPT_TOKENS))
         for method in ("pp", "pipedec-bestfirst"):
-            request = Request(1, prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), method=method)
+            request = TokenizedRequest(1, prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), method=method)
             assert sum(len(verdict.tokens) for verdict in pipeline.run(request)) == TOKENS
         most, reserved = counted.most, counted.reserved
     total = held + stage.workspace_bytes

@@ -15,9 +15,9 @@ from support.tiny_pair import Pair
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_prompter
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.verify.reference import Reference
 
 PROMPT = "Natalia sold 12 clips in April."

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipedec.core import QueueFull, StructuredOutputs, UserError
+from pipedec.core.errors import QueueFull, UserError
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.directories import reference_pair
 from pipedec.grammar import apart
 from pipedec.grammar.apart import MAX_WAITING, StructureChecks, check_apart

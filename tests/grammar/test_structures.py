@@ -10,7 +10,8 @@ from pydantic import BaseModel, SecretStr
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from pipedec.core import SamplingParams, StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.directories import reference_pair
 from pipedec.grammar import Vocabulary, check, without_annotations
 from pipedec.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from pipedec.core import StructuredOutputs
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.grammar import Grammar, Vocabulary, check
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.text.tool_calls import HERMES, LLAMA3, PLAIN, CallPart, CallReader, ToolFormat

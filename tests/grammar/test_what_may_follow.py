@@ -14,7 +14,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from pipedec.core import StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.directories import reference_pair
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
 from pipedec.text.tokenizer import Tokenizer

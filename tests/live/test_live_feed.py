@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from support.tiny_pair import SENTENCES, Pair
 
-from pipedec.core import Request, SamplingParams
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.live.feed import LiveFeed
 from pipedec.live.view import Frame
@@ -98,7 +99,7 @@ class Watched:
     def _said(self, number: int) -> str:
         return self.text(self.pipeline.answers[number].token_ids)
 
-    def ask(self, *requests: Request) -> dict[int, Followed]:
+    def ask(self, *requests: TokenizedRequest) -> dict[int, Followed]:
         for _ in self.pipeline.run_all({1 + 3 * place: [request] for place, request in enumerate(requests)}):
             continue
         return follow(self.frames)
@@ -106,9 +107,9 @@ class Watched:
     def text(self, token_ids: Sequence[int]) -> str:
         return self.prompter.text(token_ids).rstrip("\ufffd")
 
-    def request(self, number: int, method: str, **sampling: Any) -> Request:
+    def request(self, number: int, method: str, **sampling: Any) -> TokenizedRequest:
         prompt = self.prompter.token_ids(SENTENCES[number % len(SENTENCES)], True, 24)
-        return Request(number, prompt, SamplingParams(max_tokens=24, ignore_eos=True, **sampling), method)
+        return TokenizedRequest(number, prompt, SamplingParams(max_tokens=24, ignore_eos=True, **sampling), method)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.live.reading import RecordedFrames
 from pipedec.live.view import RunView, Share
 

@@ -17,7 +17,7 @@ from support.checkpoints import save_tiny_llama
 from torch import Tensor
 
 from pipedec.checkpoints import fingerprint
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.model import BitaConfig, BitaWeights, checked_bita, load_markov
 from pipedec.model.bita import MAX_MASKS

@@ -20,7 +20,7 @@ from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
 
 from pipedec.config.environment import captures_graphs
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture

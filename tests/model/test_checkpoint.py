@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.stage_model import StageModel

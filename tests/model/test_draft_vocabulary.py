@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.model import DraftVocabulary
 
 

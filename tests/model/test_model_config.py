@@ -16,7 +16,7 @@ from support.checkpoints import FAMILIES, save_tiny, save_tiny_llama
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import LayerShape, Reach, context_length, model_config
 from pipedec.model.rotary import Rotary
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.core import KNEE_ROWS
+from pipedec.core.limits import KNEE_ROWS
 from pipedec.directories import reference_pair
 from pipedec.families import model_config
 from pipedec.model import KVCache, LaneRows, StageModel

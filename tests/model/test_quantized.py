@@ -15,7 +15,7 @@ from support.examples import examples
 from support.stage_chain import lone_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import ModelImpl, model_by_name, model_config
 from pipedec.hardware import WeightFormat
 from pipedec.model import LaneRows, StageModel, matrices

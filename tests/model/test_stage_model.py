@@ -14,7 +14,7 @@ from support.examples import examples
 from support.stage_chain import BOTH_IMPLS, ROPES, StageChain, lone_cache
 from transformers import AutoModelForCausalLM
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
 from pipedec.model.stage_model import StageModel

@@ -11,7 +11,7 @@ from support.refusals import refusal
 
 from pipedec.cli.launch import plan as command
 from pipedec.config import ClusterConfig, ServerConfig, load_cluster
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.hardware import WeightFormat
 from pipedec.plan.curves import SizeCurve, timesteps_per_token

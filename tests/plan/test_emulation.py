@@ -15,18 +15,22 @@ from support.tiny_pair import Pair
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
-from pipedec.core import Load, Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Load
 from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.recorder import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
 from pipedec.hardware import LinkSpec, PassTime
-from pipedec.messages import PromptRequest, RunDescription, to_json
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
 from pipedec.topology import Topology
-from pipedec.validation import parse_json
+from pipedec.validation import parse_json, to_json
 
 SLOW_LINK = LinkSpec("slow", 1000, 1, "test")  # 1 ms + 1 ms per MB
 
@@ -239,7 +243,7 @@ def test_pacer_without_emulation_does_nothing() -> None:
 def test_local_pipeline_computes_what_it_would_last(pair: Pair, method: str) -> None:
     spec = replace(pair.spec(3), emulation=emulation())
     pipeline = LocalPipeline.load(spec)
-    request = Request(0, (1, 5, 9, 20), SamplingParams(max_tokens=12, ignore_eos=True), method)
+    request = TokenizedRequest(0, (1, 5, 9, 20), SamplingParams(max_tokens=12, ignore_eos=True), method)
     plain = LocalPipeline.load(pair.spec(3))
     expected = [verdict.tokens for verdict in plain.run(request)]
     assert [verdict.tokens for verdict in pipeline.run(request)] == expected
@@ -280,7 +284,7 @@ def test_processes_that_share_an_emulated_device_last_as_long_as_computed(pair: 
     seconds = []
     for emulated in (alone, replace(alone, shared_stage=1)):
         pipeline = LocalPipeline.load(replace(pair.spec(1), emulation=emulated))
-        for _ in pipeline.run(Request(0, (1, 5, 9, 20), sampling, "pipedec")):
+        for _ in pipeline.run(TokenizedRequest(0, (1, 5, 9, 20), sampling, "pipedec")):
             pass
         seconds.append(pipeline.last.metrics.decode_seconds)
     assert seconds[1] > 1.3 * seconds[0]

@@ -12,7 +12,7 @@ from support.clusters import clustered
 from support.tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
 
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, Settings
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import load_drafter, load_stage, resolve, resolve_partition
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget

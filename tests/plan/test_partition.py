@@ -16,7 +16,9 @@ from support.clusters import clustered
 
 from pipedec.cli.launch import plan as command
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
-from pipedec.core import KNEE_ROWS, ROW_ID_BYTES, Load, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
+from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import KNOWN_MODELS
 from pipedec.hardware import DEVICES, WIDENED_VALUES, WeightFormat
 from pipedec.model.captured_graphs import Bucket

@@ -12,7 +12,7 @@ from rich.console import Console
 from support.clusters import clustered
 
 from pipedec.config import ClusterConfig, ServerConfig
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import EXACT_STOPS, rank_places, shortest_round, spare_places
 from pipedec.plan.table import plan_table

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from support.refusals import refusal
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from recipes.thread_models.__main__ import thread_models
 from recipes.thread_models.annotation import AparRules, PastaRules, Rejected, choose
 from recipes.thread_models.annotation import annotate as annotate_all

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from recipes.thread_models.annotation import ModelAnnotator, PastaRules, Rejected, annotation_prompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.pasta_language import Malformed, parse, topic_of, written

@@ -16,7 +16,7 @@ from support.annotated_answers import PASTA, record, write_records
 from support.refusals import refusal
 from support.tiny_pair import Pair
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.threads import measure
 from pipedec.train.run import TrainingLoop, linear_decay, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command

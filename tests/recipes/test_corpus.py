@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.corpus import Document, standard_library_files

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.annotated_answers import records
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.threads import Sequence, replay
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt
 from recipes.thread_models.figures import in_circles

@@ -16,7 +16,7 @@ from support.tiny_pair import Pair
 from support.toy_training import TOY, killed_in_step, small_library
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.train.continuations import continued
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement

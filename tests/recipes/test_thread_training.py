@@ -18,7 +18,7 @@ from support.refusals import refusal
 from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
 from pipedec.train.run import TrainingLoop

@@ -13,7 +13,7 @@ from support.counted_device import DEVICE, CountedDevice, Marked
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling import Sampler, filtered, greedy
 from pipedec.sampling.candidates import SMALL_VOCABULARY, drawn
 from pipedec.sampling.noise import gumbel

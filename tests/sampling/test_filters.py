@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support import naive_sampling
 from support.examples import examples
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling import filtered
 
 LOGITS = st.lists(

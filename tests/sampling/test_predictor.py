@@ -9,7 +9,7 @@ from msgspec import structs
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling import Sampler, TokenPredictor, filtered
 
 CPU = torch.device("cpu")

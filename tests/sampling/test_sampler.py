@@ -11,7 +11,7 @@ from support import naive_sampling
 from support.examples import examples
 from torch import Tensor
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling import Sampler, greedy
 
 FEW_VALUES = st.sampled_from([-2.0, 0.0, 0.5, 3.0])  # so that ties are common

@@ -9,7 +9,7 @@ import pytest
 import redis
 from support.processes import wait_until
 
-from pipedec.core import SchedulerLost
+from pipedec.core.errors import SchedulerLost
 from pipedec.scheduler import EmbeddedServer, RankScheduler, connect
 from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology

@@ -14,8 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.whole_scheduler import FreshRun, WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded
-from pipedec.messages import RunDescription, TokensEvent
+from pipedec.core.errors import EpochEnded
+from pipedec.messages.events import TokensEvent
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler.protocol import RankMessage, Remembered
 from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology

@@ -14,8 +14,10 @@ from support.run_stats import run_stats
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import RankLost, UserError
-from pipedec.messages import AbortEvent, CancelledEvent, ErrorEvent, Event, RunDescription, StageStats, TokensEvent
+from pipedec.core.errors import RankLost, UserError
+from pipedec.messages.events import AbortEvent, CancelledEvent, ErrorEvent, Event, TokensEvent
+from pipedec.messages.run import RunDescription
+from pipedec.messages.stats import StageStats
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Post, RankMessage
 from pipedec.scheduler.workflow import after_window, initial_windows

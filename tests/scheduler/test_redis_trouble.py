@@ -19,8 +19,9 @@ from support.processes import wait_until
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import SchedulerBusy, SchedulerInterrupted, SchedulerLost
-from pipedec.messages import RunDescription, TokensEvent
+from pipedec.core.errors import SchedulerBusy, SchedulerInterrupted, SchedulerLost
+from pipedec.messages.events import TokensEvent
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect
 from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology

@@ -12,14 +12,9 @@ from support.simulated_pipeline import SimulatedPipeline
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
-from pipedec.messages import (
-    AbortEvent,
-    OverranEvent,
-    RunDescription,
-    ThreadNews,
-    TokensEvent,
-)
+from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
+from pipedec.messages.events import AbortEvent, OverranEvent, ThreadNews, TokensEvent
+from pipedec.messages.run import RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler import Task, read_description
 from pipedec.scheduler.paper import initial_tasks

@@ -13,7 +13,7 @@ import pytest
 from support.processes import wait_until
 
 from pipedec.config import RedisConfig
-from pipedec.core import SchedulerLost, UserError
+from pipedec.core.errors import SchedulerLost, UserError
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.scheduler.client import address_of, check_version
 from pipedec.scheduler.keys import Keys

@@ -8,8 +8,8 @@ import pytest
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import RankLost, UserError
-from pipedec.messages import RunDescription
+from pipedec.core.errors import RankLost, UserError
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import SESSION_TRACE, Granted, RankMessage
 from pipedec.scheduler.workflow import after_window, initial_windows

@@ -13,8 +13,8 @@ from support.transfer_order import DUPLEXES, transfer_phases, transfers_of
 from support.whole_scheduler import WholeScheduler
 
 from pipedec.config import Settings
-from pipedec.core import PipedecError
-from pipedec.messages import RunDescription
+from pipedec.core.errors import PipedecError
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler import Task
 from pipedec.scheduler.workflow import (
     Phase,

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.core import Accepted, RequestUpdate, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.stage_message import RequestUpdate
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.workflow import Planned, Task, after_window, initial_windows
 from pipedec.topology import Topology

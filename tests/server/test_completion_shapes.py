@@ -9,7 +9,7 @@ from support.http_server import BOTH, CHAT, COMPLETIONS, Site, ask, content, str
 from support.scripted_engine import ANSWER, logprobs_of
 from support.tiny_pair import CONTEXT
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.text.tokenizer import Tokenizer
 
 

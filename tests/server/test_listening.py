@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.server.listening import Address
 
 

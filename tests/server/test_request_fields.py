@@ -11,7 +11,7 @@ from msgspec import structs
 from support.http_server import CHAT, COMPLETIONS, USER, Site, ask, filled
 from support.tiny_pair import CONTEXT
 
-from pipedec.core import StructuredOutputs
+from pipedec.core.sampling import StructuredOutputs
 from pipedec.text.tokenizer import Tokenizer
 
 

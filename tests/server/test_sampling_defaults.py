@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from support.http_server import BOTH, CHAT, COMPLETIONS, Site, ask
 
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair, reference_threads
 from pipedec.server.defaults import SamplingDefaults, sampling_defaults
 

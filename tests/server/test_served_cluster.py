@@ -17,8 +17,9 @@ from support.tool_templates import HERMES_TEMPLATE
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import Completion, SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.completion import Completion
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 from pipedec.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

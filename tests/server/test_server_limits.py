@@ -32,7 +32,7 @@ from support.http_server import (
 from support.processes import wait_until
 from support.scripted_engine import ANSWER, ScriptedEngine, attach, in_bursts
 
-from pipedec.core import QueueFull, RankLost, UserError
+from pipedec.core.errors import QueueFull, RankLost, UserError
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, Generation, HttpExchange, Observer, ServerSettings
 from pipedec.server.listening import MAX_HEAD_BYTES, LimitedConnection

@@ -16,9 +16,13 @@ from starlette.responses import Response
 from support.run_stats import described_ranks
 
 from pipedec.config import Settings
-from pipedec.core import Completion, SamplingParams, SchedulerLost
-from pipedec.core import Metrics as AnswerMetrics
-from pipedec.messages import Histogram, KVUsage, LinkSpeed, PromptRequest, Recovery, RunDescription, RunStats, StageStats
+from pipedec.core.completion import Completion
+from pipedec.core.completion import Metrics as AnswerMetrics
+from pipedec.core.errors import SchedulerLost
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import LinkSpeed, RunDescription
+from pipedec.messages.stats import Histogram, KVUsage, Recovery, RunStats, StageStats
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Generation, HttpExchange
 from pipedec.server.metrics import ServerMetrics

@@ -22,7 +22,9 @@ from support.counted_device import DEVICE, CountedDevice
 from pipedec.bench.options import Counts
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.config import AUTO, Settings, settings_options
-from pipedec.core import PipedecError, Request, SamplingParams, UserError
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_drafter, load_prompter, load_stage, new_batch, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
@@ -121,13 +123,13 @@ def _measured(
     return header("reads", plain(config) | {"method": method, "requests": count}) | figures
 
 
-def _request(config: ReadsConfig, method: str, prompter: Prompter, number: int) -> Request:
+def _request(config: ReadsConfig, method: str, prompter: Prompter, number: int) -> TokenizedRequest:
     """A request of its own: the prompts end with different numbers."""
     dialect: Dialect | None = None if config.threads is None else load_dialect(config.threads)
     prompt = config.prompt if number == 1 else f"{config.prompt} {number}"
     ids = prompter.token_ids(prompt, False, config.sampling.max_tokens, None if dialect is None else dialect.name)
     threads = None if dialect is None else dialect.to_json()
-    return Request(number, ids, config.sampling, method=method, options=make_options(method, {}), threads=threads)
+    return TokenizedRequest(number, ids, config.sampling, method=method, options=make_options(method, {}), threads=threads)
 
 
 def over_budget(row: Row) -> list[str]:

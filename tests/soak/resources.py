@@ -23,12 +23,13 @@ from pipedec.bench.record import Row, append_rows, check_writable, header
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings, settings_options
-from pipedec.core import PipedecError, RankLost, SamplingParams
+from pipedec.core.errors import PipedecError, RankLost
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES, resolve, weights_on
 from pipedec.engine.devices import chosen_device
 from pipedec.families import model_by_name
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import ClientScheduler
 

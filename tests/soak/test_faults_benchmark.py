@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from support.tiny_pair import Pair
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from soak.faults.__main__ import faults
 from soak.faults.kinds import KINDS, Fault, plan_fault, possible_kinds
 from soak.faults.load import Answer

@@ -10,7 +10,8 @@ import torch
 from support.counted_device import DEVICE, CountedDevice
 from support.tiny_pair import Pair
 
-from pipedec.core import SamplingParams, StructuredOutputs, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.methods import METHOD_NAMES
 from soak.reads import ReadsConfig, measure_reads, over_budget
 

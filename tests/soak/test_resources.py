@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from support.tiny_pair import Pair
 
 from pipedec.config import Settings
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.engine.build import resolve
 from soak.resources import ResourcesConfig, TimedAnswer, latencies, resources
 

@@ -22,9 +22,11 @@ from pipedec.client.client import Client
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
-from pipedec.core import DEFAULT_METHOD, PipedecError, SamplingParams
+from pipedec.core.errors import PipedecError
+from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.sampling import SamplingParams
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import WATCH_SECONDS
 

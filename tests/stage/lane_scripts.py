@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from support.slot_books import SlotAllocator
 from support.toy_dialects import IDS, TEXTS, behind, toy
 
-from pipedec.core import NewRequest, RequestUpdate, SamplingParams, SlotRuns, StageMessage, Step, TokenLogprobs, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, StageMessage, Step, TokenLogprobs
+from pipedec.core.verdict import Verdict
 from pipedec.stage import StageWorker
 from pipedec.threads import NewSequence, Sequence, State, ThreadedSequence
 from pipedec.tree import forest_of

@@ -14,7 +14,8 @@ from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.toy_dialects import TEXTS
 
-from pipedec.core import NewRequest, SamplingParams
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest
 from pipedec.families import model_config
 from pipedec.model import BitaWeights, StageModel
 from pipedec.stage import FinalStageWorker, StageWorker

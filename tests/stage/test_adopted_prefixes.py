@@ -17,7 +17,9 @@ from support.examples import examples
 from support.slot_books import SlotAllocator
 from support.toy_dialects import TEXTS
 
-from pipedec.core import NewRequest, RequestUpdate, SamplingParams, SlotRuns, StageMessage, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.stage import StageWorker
 
 OWNED = 96  # slots of the owner

@@ -20,7 +20,9 @@ from support.slot_books import SlotAllocator
 from support.toy_dialects import behind
 from torch import Tensor
 
-from pipedec.core import NewRequest, RequestUpdate, SamplingParams, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, Step
+from pipedec.core.verdict import Verdict
 from pipedec.threads import NewSequence, ThreadedSequence
 from pipedec.threads.dialect import NO_DIALECT
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lane_scripts import LIKELY, Script, run, sequences
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.families import model_config
 from pipedec.model import StageModel, matrices

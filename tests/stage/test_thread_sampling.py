@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
 
-from pipedec.core import Accepted, SamplingParams, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.sampling.noise import gumbel
 from pipedec.stage.verification import TokenChooser, Verifier
 from pipedec.tree import ThreadedForest

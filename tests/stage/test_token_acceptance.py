@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from pipedec.core import Verdict
+from pipedec.core.verdict import Verdict
 from pipedec.stage.verification import Verifier
 from pipedec.threads import Sequence
 from pipedec.tree import Forest

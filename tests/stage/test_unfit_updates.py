@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.tiny_pair import Pair
 
-from pipedec.core import NewRequest, RequestUpdate, SamplingParams, StageMessage
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage
 from pipedec.engine.build import load_stage
 
 OPENING = RequestUpdate(1, NewRequest(3, SamplingParams(), slots=((0, 16),)))

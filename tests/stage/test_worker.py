@@ -16,7 +16,9 @@ from support.examples import examples
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pipedec.core import Load, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Load, NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence

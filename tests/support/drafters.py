@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from pipedec import threads
-from pipedec.core import Request, SamplingParams, Step, Verdict
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Drafter, Experience
 from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
@@ -81,7 +84,7 @@ class ScriptedDrafter(IdleDrafter):
 class Alone:
     """A batch of one request, whose prompt has entered."""
 
-    def __init__(self, batch: Batch, request: Request, sequence: threads.Sequence) -> None:
+    def __init__(self, batch: Batch, request: TokenizedRequest, sequence: threads.Sequence) -> None:
         self.batch = batch
         batch.open(request, lambda: sequence)
         self.method = batch.requests[request.number]
@@ -114,7 +117,7 @@ class Alone:
 
 
 def begun(
-    request: Request, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
+    request: TokenizedRequest, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
 ) -> Alone:
     """An answer in one thread whose prompt has entered."""
     batch = Batch(2, drafter, trained_masks=trained_masks, experience=experience)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pipedec.core import EMPTY, Load, NewRequest, RequestUpdate, SlotRuns, StageMessage, Step, Verdict
+from pipedec.core.stage_message import EMPTY, Load, NewRequest, RequestUpdate, SlotRuns, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.stage import FinalStageWorker, StageWorker
 
 

@@ -14,7 +14,7 @@ from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFW
 from gguf.quants import quantize
 from safetensors.numpy import load_file
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.build import checked
 from support.gguf_architectures import NAMES, converted, factors, fields_of, layer_values
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.sampling.noise import gumbel
 
 

@@ -17,7 +17,7 @@ import torch
 
 import pipedec.cluster.meeting
 from pipedec.cluster import rank as rank_module
-from pipedec.core import NewRequest, Step
+from pipedec.core.stage_message import NewRequest, Step
 from pipedec.model import LaneRows
 from pipedec.model.captured_graphs import Run
 from pipedec.model.stage_layers import StageLayers

@@ -16,8 +16,10 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 
-from pipedec.core import PipedecError, RequestUpdate, StageMessage, Step, Verdict
-from pipedec.messages import LinkSpeed
+from pipedec.core.errors import PipedecError
+from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
+from pipedec.messages.run import LinkSpeed
 from pipedec.transport import torch_distributed
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click.testing import Result
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 def refusal(done: Result) -> str:

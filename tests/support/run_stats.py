@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedec.messages import Choice, Histogram, KVUsage, LinkSpeed, RankDescription, RunStats
+from pipedec.messages.run import Choice, LinkSpeed, RankDescription
+from pipedec.messages.stats import Histogram, KVUsage, RunStats
 
 
 def run_stats(used: int = 0) -> RunStats:

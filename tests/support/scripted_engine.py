@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from pipedec.client.reply import Delta
 from pipedec.config import Settings
-from pipedec.core import Completion, Metrics, PipedecError
+from pipedec.core.completion import Completion, Metrics
+from pipedec.core.errors import PipedecError
 from pipedec.live.view import Frame
-from pipedec.messages import PromptRequest, RunDescription, ThreadNews
+from pipedec.messages.events import ThreadNews
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, ServedRun
 from pipedec.text.stream import StopStrings, TextStream

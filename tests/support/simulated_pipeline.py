@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipedec.config import Settings
-from pipedec.core import RequestUpdate, Verdict
-from pipedec.messages import RunDescription
+from pipedec.core.stage_message import RequestUpdate
+from pipedec.core.verdict import Verdict
+from pipedec.messages.run import RunDescription
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import Granted
 from pipedec.scheduler.workflow import Planned, Task

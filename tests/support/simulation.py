@@ -12,7 +12,11 @@ from functools import cache, partial
 import torch
 
 from pipedec import threads
-from pipedec.core import MethodOptions, NewRequest, Request, RequestUpdate, SamplingParams, SlotRuns, Step, UserError, Verdict
+from pipedec.core.errors import UserError
+from pipedec.core.request import MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
@@ -130,7 +134,9 @@ class Lane:
         said: by the verdicts of the last stage.
     """
 
-    def __init__(self, stage: Stage, request: Request, answer: list[int], rule: Rule | None, opening: NewRequest) -> None:
+    def __init__(
+        self, stage: Stage, request: TokenizedRequest, answer: list[int], rule: Rule | None, opening: NewRequest
+    ) -> None:
         self.slots: list[int] = []
         self.tree = PredictionTree()
         self.arrivals: list[torch.Tensor | bool] = []
@@ -238,7 +244,7 @@ class Running:
         closing: timesteps until every stage has closed the lane that was paused; None if none was.
     """
 
-    request: Request
+    request: TokenizedRequest
     answer: list[int]
     rule: Rule | None = None
     closing: int | None = None
@@ -291,7 +297,9 @@ class Simulation:
         is_structured = self.has_structures and chooser.random() < 0.5
         rule = cache(rule_of(answer, (*range(50), *range(60, 64), *range(100, 103)), self.seed)) if is_structured else None
         sampling, options = SamplingParams(max_tokens=len(answer)), chooser.choice(self.methods[name])
-        request = Request(number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), output_token_ids=said)
+        request = TokenizedRequest(
+            number, prompt, sampling, name, options, priority=chooser.choice((0, 0, 1)), output_token_ids=said
+        )
         self.drafter.answers[number] = answer
         try:
             structure = (lambda: None) if rule is None else partial(ToyStructure, rule)

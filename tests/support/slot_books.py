@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from pipedec.core import SlotRuns
+from pipedec.core.stage_message import SlotRuns
 
 
 class SlotAllocator:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.config import Settings
-from pipedec.messages import BitaDescription
+from pipedec.messages.run import BitaDescription
 from pipedec.model import BitaConfig
 from pipedec.plan.placement import even_layers
 from pipedec.plan.spec import PipelineSpec

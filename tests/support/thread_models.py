@@ -18,7 +18,7 @@ from msgspec import structs
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import BoundDialect, Dialect, Sequence, ThreadedSequence, bind, load_dialect

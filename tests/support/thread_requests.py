@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipedec.core import SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 from support.thread_models import BIASES, LETTERS, PROMPTS, THREAD_DIALECTS, ThreadModels
 
 

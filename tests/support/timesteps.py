@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipedec.core import Metrics
+from pipedec.core.completion import Metrics
 
 
 def check_timesteps(metrics: Metrics, groups: int, method: str) -> None:

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import redis
 
-from pipedec.messages import Event
+from pipedec.messages.events import Event
 from pipedec.scheduler import ClientScheduler, EmbeddedServer, RankScheduler, SupervisorScheduler, connect
 from pipedec.scheduler.client import PATIENCE_SECONDS
 from pipedec.scheduler.protocol import Post

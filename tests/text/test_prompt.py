@@ -14,7 +14,7 @@ from support.examples import examples
 from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
 from transformers import AutoTokenizer
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.text.prompt import Prompter, end_token_ids, fits_vocabulary, same_tokenizer
 from pipedec.text.stream import StopStrings
 

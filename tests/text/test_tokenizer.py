@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipedec.config.settings import Models
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair, reference_threads
 from pipedec.engine.build import checked_models
 from pipedec.text.chat_template import MAX_CHARS, ChatTemplate

@@ -11,7 +11,7 @@ import pytest
 from support.toy_dialects import IDS, TEXTS, toy
 from tokenizers import Tokenizer
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair
 from pipedec.threads import DIALECTS, Dialect, Start, ThreadedSequence, bind, load_dialect
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipedec.cli.main import train as command
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSource
 from pipedec.families import model_config
 from pipedec.model.bita import BitaWeights, checked_bita

@@ -15,7 +15,7 @@ from support.tiny_pair import Pair
 from transformers import AutoModelForCausalLM
 
 from pipedec.cli.main import train as command
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.model import DraftVocabulary

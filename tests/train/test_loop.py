@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.train.run import (
     Backward,
     TrainingLoop,

@@ -16,7 +16,9 @@ from support.tiny_pair import Pair
 
 from pipedec.cli.main import train as command
 from pipedec.config import Settings
-from pipedec.core import Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.model import DraftVocabulary, load_transformers
@@ -69,8 +71,8 @@ def answers_are_the_targets(pair: Pair, draft: Path, method: str) -> None:
     sampling = SamplingParams(max_tokens=24)
     drafted = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft=draft, stages=3, device="cpu")))
     alone = LocalPipeline.load(resolve(Settings.of(target=pair.target, draft="none", stages=1, device="cpu")))
-    verdicts = list(drafted.run(Request(0, prompt, sampling, method=method)))
-    wanted = [token for verdict in alone.run(Request(0, prompt, sampling, method="pp")) for token in verdict.tokens]
+    verdicts = list(drafted.run(TokenizedRequest(0, prompt, sampling, method=method)))
+    wanted = [token for verdict in alone.run(TokenizedRequest(0, prompt, sampling, method="pp")) for token in verdict.tokens]
     assert [token for verdict in verdicts for token in verdict.tokens] == wanted
     if method == "stpp":
         assert len(verdicts) < len(wanted)  # some guesses were right

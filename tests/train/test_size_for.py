@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from support.refusals import refusal
 
 from pipedec.cli.main import train as command
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair
 from pipedec.families import KNOWN_MODELS, model_by_name, model_config
 from pipedec.train.draft import DraftShape

@@ -14,7 +14,9 @@ from support.fake_cuda import FakeCuda, FakeWork
 from torch import Tensor
 from torch.distributed import HashStore
 
-from pipedec.core import RankLost, RequestUpdate, StageMessage, Step, Verdict
+from pipedec.core.errors import RankLost
+from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.device import GpuDevice
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous

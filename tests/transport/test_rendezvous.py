@@ -7,7 +7,7 @@ import threading
 import psutil
 import pytest
 
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.transport.rendezvous import (
     CONNECT_SECONDS,
     MEETING_SECONDS,

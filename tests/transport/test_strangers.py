@@ -16,7 +16,7 @@ import torch
 from support import peer
 from support.peer import Peer
 
-from pipedec.core import Verdict
+from pipedec.core.verdict import Verdict
 from pipedec.transport.rendezvous import CONNECT_SECONDS, StoreServer, join_store, wait_for_key
 
 ZEROS = bytes(64)

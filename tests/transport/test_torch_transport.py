@@ -13,11 +13,13 @@ import torch
 from support import peer
 from support.peer import Peer
 
-from pipedec.core import Accepted, UserError, Verdict
-from pipedec.messages import CardEvent, to_json
+from pipedec.core.errors import UserError
+from pipedec.core.verdict import Accepted, Verdict
+from pipedec.messages.events import CardEvent
 from pipedec.transport.link_speed import rate_of
 from pipedec.transport.torch_distributed import ProcessGroups, TorchTransport
 from pipedec.transport.wire import PROTOCOL
+from pipedec.validation import to_json
 
 Pair = tuple[Peer, Peer]
 

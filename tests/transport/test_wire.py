@@ -15,7 +15,9 @@ from msgspec.structs import replace
 from support.counted_device import DEVICE, CountedDevice
 from torch import Tensor
 
-from pipedec.core import ROW_ID_BYTES, Accepted, NewRequest, RequestUpdate, SamplingParams, StageMessage, Step, Verdict
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import ROW_ID_BYTES, NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.transport.wire import (
     MAX_HEAD_BYTES,
     MAX_ROWS,

@@ -23,7 +23,9 @@ from support.kv_caches import read_cache
 from support.toy_dialects import END, IDS, TAGS, TEXTS, at, behind, position_after
 from torch import Tensor
 
-from pipedec.core import NewRequest, Request, RequestUpdate, SamplingParams, StageMessage, Step
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import RequestPool, Timestep, decode
@@ -290,7 +292,7 @@ class Rehearsal:
         self._targets = {number: Target(bound, seed + number, chatter) for number in range(len(arrivals))}
         options = applicable_options(method, tree or {})
         self._requests = [
-            Request(number, prompt_of(number), SamplingParams(max_tokens=max_tokens - number), method, options,
+            TokenizedRequest(number, prompt_of(number), SamplingParams(max_tokens=max_tokens - number), method, options,
                     threads=None if bound is None or number % 2 else "toy", priority=-number * prefers_later)
             for number in range(len(arrivals))
         ]  # fmt: skip
@@ -321,7 +323,7 @@ class Rehearsal:
             _, request = self._arrivals.pop(0)
             self.pool.open(request, self._recorded(request))
 
-    def _recorded(self, request: Request) -> NewSequence:
+    def _recorded(self, request: TokenizedRequest) -> NewSequence:
         """Makes sequences of an answer, the newest of which is that of ``sequences``."""
         make = self._sequence_of(request)
 
@@ -331,7 +333,7 @@ class Rehearsal:
 
         return new_sequence
 
-    def _sequence_of(self, request: Request) -> NewSequence:
+    def _sequence_of(self, request: TokenizedRequest) -> NewSequence:
         return self._new_sequence(NewRequest(PROMPT, request.sampling, threads=request.threads))
 
     def _new_sequence(self, opening: NewRequest) -> NewSequence:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.toy_dialects import IDS, at, ids, say, sequence_of, toy
 
-from pipedec.core import Accepted, Verdict
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.threads import Sequence, Start
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.toy_dialects import IDS, ids, sequence_of, toy
 
-from pipedec.core import Accepted, Verdict
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.tree import Forest, ThreadedForest
 
 PROMPT = 3

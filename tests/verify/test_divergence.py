@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 
-from pipedec.core import MAX_LOGPROBS, SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import MAX_LOGPROBS, SamplingParams
+from pipedec.messages.request import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, first_difference, measured_divergence
 
 REQUEST = PromptRequest("Hello", method="stpp", options={"width": 4}, sampling=SamplingParams(max_tokens=3), trace=True)

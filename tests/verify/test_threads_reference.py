@@ -14,7 +14,7 @@ from support.thread_models import CASES, END, PROMPTS, SETTINGS, THREAD_DIALECTS
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from pipedec.core import SamplingParams
+from pipedec.core.sampling import SamplingParams
 from pipedec.threads import BoundDialect, DecodeThread, Sequence, Start, ThreadedSequence, measure, replay
 from pipedec.verify.reference import Choose
 from recipes.thread_models.rows import IGNORED, TrainingRow, tree_row

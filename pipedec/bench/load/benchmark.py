@@ -27,10 +27,12 @@ from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
-from pipedec.core import MAX_NUM_SEQS, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.limits import MAX_NUM_SEQS
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.flags import Help, check_fields
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 
 SCHEMA = "pipedec.load/1"
 _LONGEST_WAIT = 0.25

@@ -15,9 +15,10 @@ from msgspec import structs
 
 from pipedec.bench.options import DrawnPrompt, Tokenizes, draw
 from pipedec.bench.record import Row, plain
-from pipedec.core import MethodOptions, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import MethodOptions
 from pipedec.data import PromptSet
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import METHODS, make_options, option_rules
 
 Conversation = tuple[DrawnPrompt, ...]  # the user's text of each turn, as if it were the first

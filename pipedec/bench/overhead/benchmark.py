@@ -25,9 +25,10 @@ from pipedec.bench.overhead.null_rank import RankPlan, measure_rank
 from pipedec.bench.record import Row, header, plain, spread
 from pipedec.client.running import Running
 from pipedec.cluster.processes import RankProcesses, describe_exit
-from pipedec.core import PipedecError, RankLost, SamplingParams, UserError
+from pipedec.core.errors import PipedecError, RankLost, UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.flags import Help, check_fields
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import EmbeddedServer
 from pipedec.transport.wire import message_bytes
 

@@ -23,7 +23,11 @@ from torch import Tensor
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.place import RankPlace
 from pipedec.config import Settings
-from pipedec.core import EMPTY, NewRequest, Request, RequestUpdate, SamplingParams, SchedulerLost, StageMessage, Step, Verdict
+from pipedec.core.errors import SchedulerLost
+from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import EMPTY, NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Admission, Sequences
@@ -32,7 +36,7 @@ from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.faults import RequestFaults
-from pipedec.messages import RunDescription
+from pipedec.messages.run import RunDescription
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import ClientScheduler, RankScheduler, connect
@@ -283,7 +287,7 @@ class ScriptedBatch:
         self._probe = probe
         self._updates: Iterator[RequestUpdate] = iter(())
 
-    def open(self, request: Request, new_sequence: NewSequence) -> None:
+    def open(self, request: TokenizedRequest, new_sequence: NewSequence) -> None:
         self._probe.begin()
         opening = NewRequest(len(request.prompt_token_ids), request.sampling, slots=((0, _SLOTS),))
         self.requests[request.number] = SimpleNamespace(hits=0, misses=0)  # which a pool reads at its end
@@ -356,7 +360,7 @@ class ScriptedDraftLoop(DraftLoop):
         self._decode()
 
     def _answer(self, message: RankMessage, batch: Batch) -> tuple[RunningAnswer, NewSequence]:
-        request = Request(message.number, (_TOKEN,), SamplingParams(max_tokens=self._max_tokens), "scripted")
+        request = TokenizedRequest(message.number, (_TOKEN,), SamplingParams(max_tokens=self._max_tokens), "scripted")
         new_sequence = partial(ThreadSequence, 1, (), self._max_tokens)
         prompter = cast(Prompter, OneWordPrompter())
         return RunningAnswer(request, new_sequence, prompter, self._wiring.topology.num_stages), new_sequence

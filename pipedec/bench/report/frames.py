@@ -25,7 +25,7 @@ from msgspec.structs import asdict
 
 from pipedec.bench.report.style import method_rank, pipelined, prompt_set_rank
 from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, PipelineColumns, TrainedBita, Tree, read_rows
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.methods import BitaOptions
 
 REFERENCE_GROUPS = 14  # the pipeline on which the paper compares methods

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

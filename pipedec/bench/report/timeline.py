@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedec.bench.report.style import TEXT, new_figure
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

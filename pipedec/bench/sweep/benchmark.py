@@ -20,9 +20,11 @@ from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import Measurable
 from pipedec.bench.sweep.rows import BITA, SCHEMA
 from pipedec.bench.sweep.runners import MakeRunner, MeasuredAnswer, OneProcess, RealProcesses, Runner, runner_of
-from pipedec.core import DEFAULT_METHOD, MethodOptions, PipedecError, SamplingParams
+from pipedec.core.errors import PipedecError
+from pipedec.core.request import DEFAULT_METHOD, MethodOptions
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import BitaOptions, StaticTreeOptions
 from pipedec.verify.divergence import TIE_BOUNDS, Divergence, is_explained, measured_divergence
 

@@ -15,7 +15,9 @@ from pipedec.bench.sweep.rows import BITA, SMALL_MODEL
 from pipedec.client.running import Running
 from pipedec.config import ClusterConfig
 from pipedec.config.settings import Dispatch
-from pipedec.core import DEFAULT_METHOD, MethodOptions, Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Batch
 from pipedec.flags import Help, check_fields
 from pipedec.methods import (
@@ -82,7 +84,7 @@ class TreeGrid:
         found: dict[BitaOptions, None] = {}
         for tree in requested:  # with the numbers of masks and candidates that ``bita`` would use
             batch = Batch(passage=1, trained_masks=trained_masks)
-            batch.open(Request(0, (0,), method=BITA, options=tree), lambda: ThreadSequence(1, (), 1))
+            batch.open(TokenizedRequest(0, (0,), method=BITA, options=tree), lambda: ThreadSequence(1, (), 1))
             masks = batch.requests[0].masks
             found[structs.replace(tree, depth=masks.count, children=masks.named)] = None
         return list(found)

@@ -21,7 +21,7 @@ from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
 from pipedec.engine.experience_files import shipped_acceptance
-from pipedec.messages import BitaDescription, RunDescription
+from pipedec.messages.run import BitaDescription, RunDescription
 from pipedec.model import BitaConfig
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import Plan

@@ -15,7 +15,8 @@ from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 from pipedec.bench.record import ROWS_FILE, read_records
-from pipedec.core import LARGEST, BadValue, UserError
+from pipedec.core.errors import BadValue, UserError
+from pipedec.core.records import LARGEST
 from pipedec.methods import SHAPES
 from pipedec.validation import validated
 

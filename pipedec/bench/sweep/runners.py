@@ -23,12 +23,13 @@ from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig
-from pipedec.core import Metrics, Request
+from pipedec.core.completion import Metrics
+from pipedec.core.request import TokenizedRequest
 from pipedec.engine.build import load_prompter
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.experience_files import initial_experience
 from pipedec.engine.local import LocalPipeline
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import make_options
 from pipedec.plan.spec import PipelineSpec
 
@@ -108,7 +109,7 @@ class OneProcess(Runner):
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
-        request = Request(self._next_id, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
+        request = TokenizedRequest(self._next_id, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
         self._next_id += 1
         verdicts = list(self._pipeline.run(request))
         token_ids = tuple(token for verdict in verdicts for token in verdict.tokens)

@@ -21,12 +21,14 @@ from pipedec.bench.record import Grid, Row, SameAnswers, SweepProgress, key_of, 
 from pipedec.bench.report.style import BASELINE
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig
-from pipedec.core import DEFAULT_METHOD, Request, SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, check_fields
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
@@ -198,7 +200,9 @@ class Style:
         assert request.method is not None
         prompt, options = self.prompt(prompter, request), make_options(request.method, request.options)
         pipeline.forget_prefixes()
-        for _ in pipeline.run_all({1: [Request(0, prompt, request.sampling, request.method, options, threads=self.settings)]}):
+        for _ in pipeline.run_all(
+            {1: [TokenizedRequest(0, prompt, request.sampling, request.method, options, threads=self.settings)]}
+        ):
             pass
         answer = pipeline.answers[0]
         metrics = answer.metrics

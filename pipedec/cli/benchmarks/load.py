@@ -21,7 +21,7 @@ from pipedec.cli.main import moved_flags
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.config import ClusterConfig
 from pipedec.config.settings import Dispatch
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, options_of, own_options, partial_of
 
 

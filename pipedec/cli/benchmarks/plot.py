@@ -14,7 +14,7 @@ from pipedec.bench.report.frames import read_answers, studies
 from pipedec.cli.benchmarks.shared import make_directory, print_files
 from pipedec.cli.main import moved_flags
 from pipedec.cli.show import console
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, own_options
 
 OutDirectory = Annotated[Path, Help("Directory of the figures; created if it is missing.", "DIR")]

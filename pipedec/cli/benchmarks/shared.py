@@ -16,7 +16,8 @@ from pipedec.bench.sweep.pipelines import ModelPair
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet, PromptSource
 from pipedec.flags import Help, options_of
 

@@ -18,7 +18,7 @@ from pipedec.cli.benchmarks import shared
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.config import NONE, load_cluster
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.flags import Help, given_values, options_of, own_options, partial_of
 from pipedec.methods import possible_methods
 

@@ -38,7 +38,7 @@ from pipedec.cluster.network import (
 )
 from pipedec.config import ServerConfig, state_directory
 from pipedec.config.environment import usable_cpus
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.gguf import model_files
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, translated_errors

@@ -19,7 +19,7 @@ from statistics import median
 
 from pipedec.cluster.doctor.facts import NetworkFacts
 from pipedec.cluster.doctor.findings import Finding, note, ok
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.hardware import LinkSpec
 
 ROUND_TRIPS = 100  # at most

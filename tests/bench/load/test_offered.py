@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from pipedec.bench.load.offered import AtTimes, Pattern, Policy, continued_text, drawn_in_turn, led_by, parse_policies
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.data import PromptSet
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
 
 

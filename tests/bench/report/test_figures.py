@@ -36,7 +36,7 @@ from pipedec.bench.report.figures import (
 from pipedec.bench.report.frames import NoFigure, variants
 from pipedec.bench.report.style import METHODS, PROMPT_SETS, method_looks, method_rank
 from pipedec.cli.main import program
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 def test_the_small_print_names_emulation_clock_models_and_counts(tmp_path: Path) -> None:

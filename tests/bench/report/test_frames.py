@@ -23,7 +23,7 @@ from pipedec.bench.report.frames import (
     totals,
     variants,
 )
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 def test_variants_and_prompt_sets_are_in_order(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from pipedec.bench.report.timeline import CATEGORIES, draw_timeline, read_timeline
 from pipedec.cli.main import program
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent, write_trace
 
 

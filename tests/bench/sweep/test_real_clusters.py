@@ -31,9 +31,10 @@ from pipedec.client.reply import Reply
 from pipedec.client.running import Running
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
-from pipedec.core import SamplingParams, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.verify.divergence import TIE_BOUNDS
 
 pytestmark = pytest.mark.slow

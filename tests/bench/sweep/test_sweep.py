@@ -23,9 +23,10 @@ from pipedec.bench.sweep.rows import read_rows
 from pipedec.bench.sweep.runners import MeasuredAnswer, OneProcess
 from pipedec.cli.main import program
 from pipedec.config import paper_cluster
-from pipedec.core import PipedecError, SamplingParams, UserError
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.verify.divergence import TIE_BOUNDS
 

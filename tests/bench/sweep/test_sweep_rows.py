@@ -11,7 +11,7 @@ import pytest
 from support.synthetic_sweep import Line, bita, line, stochastic, write
 
 from pipedec.bench.sweep.rows import PipelineColumns, SweepRow, TrainedBita, Tree, read_rows
-from pipedec.core import UserError
+from pipedec.core.errors import UserError
 
 
 def rows(tmp_path: Path, lines: Iterable[Line]) -> list[SweepRow]:

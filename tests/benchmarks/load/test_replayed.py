@@ -7,7 +7,7 @@ import pytest
 from benchmarks.load.replayed import continued, disturbance, kv_use, random_prompts
 from pipedec.bench.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.options import DrawnPrompt
-from pipedec.messages import PromptRequest
+from pipedec.messages.request import PromptRequest
 
 ASKED = PromptRequest("", raw=True)
 

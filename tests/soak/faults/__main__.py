@@ -13,7 +13,7 @@ from rich.table import Table
 
 from pipedec.bench.record import ROWS_FILE, Row
 from pipedec.config import Settings, settings_options
-from pipedec.core import PipedecError, UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.engine.build import resolve
 from pipedec.flags import Help, given_values, own_options, partial_of, run_command
 from soak.faults.run import FaultsConfig, faults_found, grown, run_faults, summarised

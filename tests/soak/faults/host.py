@@ -26,7 +26,7 @@ from pipedec.cluster.place import RunAddress
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import RunningCluster
 from pipedec.config import AUTO
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import ClientScheduler
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import psutil
 
 from pipedec.bench.options import check_known
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.scheduler import ClientScheduler
 from soak.faults.host import ClusterHost, FrontEnd
 

@@ -17,8 +17,11 @@ from pipedec.bench.options import check_known
 from pipedec.bench.record import Row, write_json
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
-from pipedec.core import Completion, PipedecError, SamplingParams
-from pipedec.messages import PromptRequest, Recovery
+from pipedec.core.completion import Completion
+from pipedec.core.errors import PipedecError
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import Recovery
 from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.threads import load_dialect

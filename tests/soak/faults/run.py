@@ -15,7 +15,8 @@ from msgspec import Meta
 from benchmarks.output import pipeline_row
 from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain
-from pipedec.core import DEFAULT_METHOD, UserError
+from pipedec.core.errors import UserError
+from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import Help, check_fields
 from pipedec.plan.spec import PipelineSpec
 from soak.faults.kinds import KINDS, plan_fault, possible_kinds

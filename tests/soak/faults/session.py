@@ -13,7 +13,7 @@ import psutil
 
 from pipedec.bench.record import Row
 from pipedec.client.client import Client
-from pipedec.core import PipedecError
+from pipedec.core.errors import PipedecError
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import RunStatus

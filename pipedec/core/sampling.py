@@ -1,0 +1,189 @@
+"""Sampling parameters of a request, and the form of its answer."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import force_setattr, replace
+
+from pipedec.core.errors import UserError
+from pipedec.core.records import LARGEST, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+
+MAX_LOGPROBS = 20
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
+
+
+def check_sets_of_tokens(vocab_size: int, **given: Collection[int] | None) -> None:
+    """Raises UserError as ``check_token_ids`` by name, and if there are more tokens than ``vocab_size``."""
+    for name, token_ids in given.items():
+        if token_ids and len(token_ids) > vocab_size:
+            raise UserError(f"{name} must have at most {vocab_size} tokens, as many as the vocabulary, not {len(token_ids)}")
+        check_token_ids(name, token_ids or (), vocab_size)
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises UserError, whose message begins with ``name``, if a model of ``vocab_size`` embeddings lacks a token."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        token = next(token for token in token_ids if not 0 <= token < vocab_size)
+        raise UserError(
+            f"{name} names token {str(token)[:100]}, but the vocabulary has {vocab_size} tokens: leave it out, ids are from 0 to "
+            f"{vocab_size - 1}"
+        )
+
+
+class StructuredOutputs(Record, frozen=True):
+    """The required form of an answer, with vLLM's names. Exactly one is given.
+
+    Attributes:
+        json: a JSON Schema, as text or as a value. It is kept as text.
+        regex: a regular expression that the whole answer matches.
+        choice: the answer is one of these texts.
+        grammar: a context-free grammar, in Lark's syntax as llguidance reads it, or GBNF.
+        json_object: the answer is a JSON object with any content. Never False.
+
+    Raises:
+        UserError: none or more than one is given, or the value is empty, of another type or not JSON.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "json_object", self.json_object or None)
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise UserError(f"structured_outputs must have one of {', '.join(STRUCTURES)}, not {' and '.join(given) or 'none'}")
+        name, value = given[0], getattr(self, given[0])
+        if name == "json":
+            force_setattr(self, name, _schema_text(value))
+        elif name == "choice":
+            if not (isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value)):
+                raise UserError("structured_outputs.choice must be a list of texts that is not empty")
+            force_setattr(self, name, tuple(value))
+        elif name != "json_object" and not (isinstance(value, str) and value):
+            raise UserError(f"structured_outputs.{name} must be a text that is not empty")
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+
+def _schema_text(schema: Any) -> str:
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        if isinstance(json.loads(text), dict | bool):
+            return text
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"structured_outputs.json must be a JSON Schema: {str(error)[:200]}") from None
+    raise UserError("structured_outputs.json must be a JSON Schema: an object, true or false")
+
+
+class SamplingParams(Record, frozen=True):
+    """Sampling parameters of a request, with vLLM's names, meanings and ranges. The default is greedy decoding.
+
+    They apply in this order: logit bias, penalties, temperature, min_p, top_k, top_p. The last three also keep tokens that are
+    exactly as probable as the least probable token they keep.
+
+    Attributes:
+        temperature: controls randomness. 0 is greedy: the most probable token, in a tie the one with the lowest id.
+        top_k: number of most probable tokens to sample from. 0 or −1 considers all tokens.
+        top_p: cumulative probability of the most probable tokens to sample from, in (0, 1]. 1 considers all tokens.
+        min_p: minimum probability of a token, relative to the most probable one, in [0, 1]. 0 disables it.
+        seed: random seed. The same seed gives the same tokens with every method; None or -1 takes a random one, which is
+            reported.
+        max_tokens: maximum number of tokens to generate.
+        stop: string or strings that stop the generation. The returned text does not contain them.
+        stop_token_ids: tokens that stop the generation, besides the model's end tokens.
+        repetition_penalty: values above 1 penalize tokens of the prompt and the generated text: positive logits are divided
+            by it, negative ones multiplied.
+        presence_penalty: subtracted from the logits of tokens that the generated text contains, in [−2, 2].
+        frequency_penalty: subtracted as often as the generated text contains the token, in [−2, 2].
+        logit_bias: by token id, a value in [−100, 100] that is added to its logit.
+        logprobs: number of most probable tokens whose log probabilities are returned per output token, besides the chosen
+            one. They are taken before bias, penalties and temperature. None returns none.
+        ignore_eos: continue after the model's end tokens.
+        prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
+        structured_outputs: the required form of the answer; not with ``ignore_eos``. Tokens that it forbids are excluded
+            before everything else. None for any text.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 128
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.seed == -1:  # as in vLLM and llama.cpp
+            force_setattr(self, "seed", None)
+        bias = self.logit_bias or {}
+        for name, is_allowed, allowed in (
+            ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),
+            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
+            ("logit_bias", all(-100 <= value <= 100 for value in bias.values()), "between -100 and 100"),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
+        ):
+            if not is_allowed:
+                raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise UserError("structured_outputs end with the model's end token: leave out ignore_eos")
+
+    def __hash__(self) -> int:
+        return hash((self.temperature, self.seed, self.max_tokens))  # a bias is a mapping
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self.temperature > 0
+
+    def seeded(self) -> SamplingParams:
+        """The parameters, with a random seed if one is needed and none is given."""
+        if self.seed is not None or not self.is_stochastic:
+            return self
+        return replace(self, seed=secrets.randbits(_GENERATED_SEED_BITS))
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether decoding takes the most probable token of the unchanged logits."""
+        return not (self.is_stochastic or self.has_penalties or self.logit_bias)

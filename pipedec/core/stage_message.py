@@ -1,0 +1,155 @@
+"""What one rank sends to the next in a timestep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from msgspec import Struct
+from msgspec import field as struct_field
+
+from pipedec.core.records import Int64, Record
+from pipedec.core.sampling import SamplingParams
+from pipedec.core.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
+ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
+
+
+@dataclass(frozen=True)
+class MaskParams:
+    """The mask rows of a method (BiTA): ``count`` per group, each of which proposes ``named`` tokens."""
+
+    count: int = 0
+    named: int = 0
+
+
+NO_MASKS = MaskParams()
+
+
+@dataclass
+class Step:
+    """The rows that enter a stage at one timestep (PipeDec's data flow df).
+
+    Token ids, parents and threads are on the host; only activations are on a device.
+
+    Attributes:
+        token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
+        parents: int64 [R], indices into the receiving rank's PredictionTree (whose rows are in order of entry), −1 for
+            a root. The parent may be in the same step: its rows are numbered after the receiver's present rows.
+        hidden: [R, E] activations of the previous stage; None on the way into the first stage.
+        threads: int64 [R], the decode thread of each row; ``parents`` are indices into that thread's tree. None: thread 0.
+        log_probs: [R], of each row's token given its parent; None if the method does not know them. They stay on rank 0.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    hidden: Tensor | None = None
+    threads: Tensor | None = None
+    log_probs: Sequence[float] | Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return self.token_ids.shape[0]
+
+
+SlotRuns = tuple[tuple[Int64, Int64], ...]  # slots of a KV pool, in order: (first slot, number of slots), in whole blocks
+
+
+class NewRequest(Record, frozen=True):
+    """Everything that a rank must know about a request before its first rows.
+
+    Attributes:
+        prompt_length: tokens of the prompt.
+        tokens_per_mask: tokens that each mask row predicts; 0 without masks.
+        threads: the dialect (``Dialect.to_json``); None for an answer in one thread.
+        trace: record every task.
+        output_token_ids: earlier tokens of the answer, after which the request continues. They and the prompt enter first.
+        slots: of every stage's KV pool, for the request's rows; ``RequestUpdate.slots`` adds more.
+        cached: how many of the tokens that enter first, from the first one on, are in these slots already; never all of them.
+        copied: the last ``copied[1]`` of the ``cached`` tokens are in the pool from slot ``copied[0]`` on; each stage copies them
+            to the request's own slots when it opens the request. The slots before are shared with other requests.
+    """
+
+    prompt_length: Int64
+    sampling: SamplingParams
+    tokens_per_mask: Int64 = 0
+    threads: str | None = None
+    trace: bool = False
+    output_token_ids: tuple[Int64, ...] = struct_field(default=(), name="said")  # its name in messages between ranks
+    slots: SlotRuns = ()
+    cached: Int64 = 0
+    copied: tuple[Int64, Int64] = (0, 0)
+
+
+TokenLogprobs = tuple[tuple[tuple[Int64, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
+
+
+class Load(NamedTuple):
+    """The work of one forward.
+
+    Attributes:
+        rows: of all requests.
+        past: KV cache entries that its rows attend to, summed over the requests that have rows.
+    """
+
+    rows: int = 0
+    past: int = 0
+
+
+NO_LOAD = Load()
+
+
+class RequestUpdate(Struct, frozen=True):
+    """The changes to one request at a timestep, in order: its opening, a verdict to replay, rows to compute. Each is optional.
+
+    Attributes:
+        opening: the request begins, or continues after a pause: every rank opens a lane for it.
+        verdict: accepted tokens. With ``finished`` every rank drops the request's lane, and its rows in flight.
+        step: a chunk of the prompt (and of the answer's earlier tokens) until all has entered, then rows of the answer's trees.
+        logprobs: from the last stage, with a verdict: log-probabilities of the accepted tokens, if requested.
+        prompt_logprobs: from the last stage, while the prompt enters: the same for its next tokens, from the second on.
+        slots: of every stage's KV pool, in addition to those that the request has. They are assigned before the rows.
+        failure: what has gone wrong in a stage that has dropped the request's lane. Later ones pass it on to rank 0.
+    """
+
+    number: int
+    opening: NewRequest | None = None
+    verdict: Verdict | None = None
+    step: Step | None = None
+    logprobs: TokenLogprobs = ()
+    slots: SlotRuns = ()
+    prompt_logprobs: TokenLogprobs = ()
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class StageMessage:
+    """A message from one rank to the next at a timestep: at most one update for each request.
+
+    A message without updates only signals that the timestep has reached this rank. Activations may still be on their way when
+    everything else has been received, so that verdicts are replayed meanwhile.
+
+    Attributes:
+        ends_session: no timestep follows until the scheduler grants the next session.
+        await_hidden: call this before activations are used, on the host or by work queued on the device; a second call has no
+            effect. Raises RankLost if they cannot arrive any more.
+        tensors: small ones by name, which travel in host memory beside the activations.
+    """
+
+    updates: tuple[RequestUpdate, ...] = ()
+    ends_session: bool = False
+    await_hidden: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(update.step.num_rows for update in self.updates if update.step is not None)
+
+
+EMPTY = StageMessage()
