@@ -31,8 +31,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.data import read_prompts
-from pipedec.engine.admission import Sequences
-from pipedec.engine.build import DTYPES, load_drafter, new_batch, resolve
+from pipedec.engine.build import DTYPES, load_drafter, new_scheduler, resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
@@ -43,6 +42,7 @@ from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel, lo
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
+from pipedec.threads.sequences import Sequences
 
 LOOKUP_TOKENS = 10
 _LLAMA_CPP_TOKENS = 4096
@@ -196,7 +196,7 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
         kind = FinalStageWorker if model.is_last else StageWorker
         stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
-    return LocalPipeline(spec, stages, new_batch(spec, load_drafter(spec, device), device)), count
+    return LocalPipeline(spec, stages, new_scheduler(spec, load_drafter(spec, device), device)), count
 
 
 Turns = list[list["TimedAnswer"]]  # of one contender: for each prompt, the answer of every repeat

@@ -22,6 +22,7 @@ from pipedec.cli.benchmarks.shared import EmulatedClusterFlags
 from pipedec.cli.show import console
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.decoding import Request
 from pipedec.engine.build import load_prompter
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.experience_files import initial_experience
@@ -91,10 +92,10 @@ def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str,
         frames.extend(new)
         reading.note(new)
 
-    def said(number: int) -> str:
-        return prompter.text(pipeline.answers[number].token_ids).rstrip("\ufffd")
+    def said(request: Request) -> str:
+        return prompter.text(pipeline.answers[request.number].token_ids).rstrip("\ufffd")
 
-    LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.pool, 0)
+    LiveFeed(about, prompter.text, said, keep, now_us).follow("recording", pipeline.scheduler, 0)
     has_begun, last_us = True, 0
     token_ids = prompter.token_ids(config.prompt, False, config.max_tokens)
     for _ in pipeline.run(TokenizedRequest(0, token_ids, SamplingParams(max_tokens=config.max_tokens), method)):

@@ -15,13 +15,14 @@ from typing import ClassVar, NamedTuple
 from pandas import DataFrame, Series, qcut
 
 from benchmarks.policy.study import PolicyAnswer
-from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.acceptance import Line
 from pipedec.decoding.best_first import BestFirst
-from pipedec.decoding.method import MethodContext
-from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer
+from pipedec.decoding.method import DraftRoom, Resources
+from pipedec.decoding.proposers import DRAFT_PRIOR, NgramProposer, Proposals
 from pipedec.methods import METHODS
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates
 
 _MIN_CHANCE = 0.02  # rarer tokens hardly ever enter
@@ -88,13 +89,13 @@ class ObservedBestFirst(BestFirst):
 
     answers: ClassVar[list[Observed]] = []
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
         self._observed = Observed()
         self._drafted: list[int] = []  # rows of the last round
         self.answers.append(self._observed)
 
-    def draft(self, room: int) -> Sequence[int]:
+    def draft(self, room: DraftRoom) -> Sequence[int]:
         for row in self._drafted:
             line, log_chance = self.tree.proposed(row)
             if line is not None and line.choices is not None and exp(log_chance) >= _MIN_CHANCE:
@@ -103,9 +104,9 @@ class ObservedBestFirst(BestFirst):
         self._drafted = []
         return super().draft(room)
 
-    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        super().drafted(rows, candidates)
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> Proposals | None:
         self._drafted += rows
+        return super().drafted(rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         super().accept(accepted)

@@ -10,11 +10,13 @@ from itertools import islice
 from typing import Annotated
 
 from pipedec.core.limits import MAX_FORWARDS
+from pipedec.core.request import TokenizedRequest
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.budget import Demand
-from pipedec.decoding.method import MethodContext
+from pipedec.decoding.method import DraftRoom, Resources
 from pipedec.decoding.sources import DraftAlone, DraftSources, fixed_sources
 from pipedec.methods import MAX_CHILDREN, MAX_ROWS, BestFirstOptions, MethodEntry, Option, PipeDecOptions, options_of
+from pipedec.threads import Sequence as ThreadSequence
 
 
 class ChainOptions(PipeDecOptions, frozen=True):
@@ -42,20 +44,20 @@ class FlowSpec(BestFirst):
     Differs from ``BestFirst`` in that the draft's probabilities are scores as they are, and that all limits are fixed.
     """
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
-        options = options_of(context.request, FlowSpecOptions)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
+        options = options_of(request, FlowSpecOptions)
         self._rows, self._drafted_rows = options.rows, options.children or self.children
 
     def _new_sources(self) -> DraftAlone | DraftSources:
-        return fixed_sources(self.context, self.thread, self._options.proposers)
+        return fixed_sources(self, self._options.proposers)
 
     def demand(self) -> Demand:
         demand, left = super().demand(), max(self._rows - self.tree.num_entered, 0)
         return replace(demand, chances=islice(demand.chances, left))
 
-    def draft(self, room: int) -> list[int]:
-        return list(super().draft(min(room, self._drafted_rows)))
+    def draft(self, room: DraftRoom) -> list[int]:
+        return list(super().draft(room._replace(rows=min(room.rows, self._drafted_rows))))
 
     def _guess(self) -> None:
         """Copied tokens are drafted like all others."""

@@ -1,7 +1,7 @@
 """Requests through stages that compute nothing: their answers are known, and with them the timestep of every verdict.
 
 Owns the last stage, which knows the answers, the emulated time, and where the timesteps of an answer went: for each token, how
-much later its row entered than the row before it, and why. All else is real: loop, pool, batch, methods, and the stages' lanes.
+much later its row entered than the row before it, and why. All else is real: loop, scheduler, methods, and the stages' lanes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Experience
+from pipedec.decoding import Experience, Request, Resources, Scheduler
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
+from pipedec.decoding.events import Advanced, Record, RequestEnded, RequestOpened, Timestep
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance
-from pipedec.engine.counters import Counters
 from pipedec.engine.local import LocalStages
-from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, RequestPool, Timestep, decode
+from pipedec.engine.loop import decode
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
 from pipedec.kv import KVManager
 from pipedec.model import KVCache
@@ -265,11 +265,10 @@ class ReplayedPipeline:
         self._kv, self._drafter, self._experience = kv, drafter, experience
         self._passage = experience.controller.passage
         recorder = Recorder(Pacer(None, 0))
-        batch = Batch(self._passage, drafter, knee=emulation.knee, experience=experience, kv=kv)
-        batch.time_forward = recorder.drafting
-        self._counters = Counters(self.clock.seconds)
-        self._pool = RequestPool(batch, listeners=[self._counters.note, self._note])
-        slots, block, last = batch.kv.capacity, batch.kv.block, topology.num_stages
+        scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.knee, listeners=[self._on_record])
+        scheduler.draft_rounds.time_forward = recorder.drafting
+        scheduler.now = self.clock.seconds
+        slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages
         workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
         self._stages = LocalStages(workers, topology, recorder, self.clock)
@@ -277,19 +276,20 @@ class ReplayedPipeline:
 
     def check(self, request: TokenizedRequest) -> None:
         """Raises UserError if the method does not accept ``request``, or the devices can never have memory for it."""
-        self._pool.batch.check(request, ThreadSequence(len(request.prompt_token_ids), (), 1))
+        self._prepared(request, 1)
+
+    def _prepared(self, request: TokenizedRequest, num_tokens: int) -> Request:
+        return self._scheduler.prepare(request, partial(ThreadSequence, len(request.prompt_token_ids), (), num_tokens))
 
     @property
     def num_running(self) -> int:
-        return len(self._pool.running)
+        return len(self._scheduler.requests)
 
     def begin(self, request: TokenizedRequest, answer: tuple[int, ...]) -> ReplayedAnswer:
         """Let ``request`` enter, to which the target generates ``answer``. Raises UserError as ``check``."""
-        self.check(request)
-        replayed = ReplayedAnswer(request, answer, self.clock.seconds())
-        self._pool.open(request, partial(ThreadSequence, len(request.prompt_token_ids), (), len(answer)))
-        self._counters.begin(request.number, replayed.metrics)
-        self._answers[request.number] = replayed
+        prepared = self._prepared(request, len(answer))
+        replayed = self._answers[request.number] = ReplayedAnswer(request, answer, self.clock.seconds(), metrics=prepared.metrics)
+        self._scheduler.open(prepared)
         return replayed
 
     def run(self, admit: Callable[[], None] = lambda: None) -> Iterator[ReplayedAnswer]:
@@ -297,8 +297,8 @@ class ReplayedPipeline:
 
         ``admit`` is called before every timestep; it may ``begin`` requests, and let time pass while none is running.
         """
-        for number, verdict in decode(self._pool, self._stages, admit):
-            replayed = self._answers[number]
+        for request, verdict in decode(self._scheduler, self._stages, admit):
+            replayed = self._answers[request.number]
             replayed.is_proposed += self._experience.take_proposed(len(verdict.tokens))
             yield replayed
 
@@ -312,7 +312,7 @@ class ReplayedPipeline:
     def _known(self, number: int, opening: NewRequest) -> KnownAnswer:
         return self._answers[number].known
 
-    def _note(self, record: Record) -> None:
+    def _on_record(self, record: Record) -> None:
         match record:
             case Timestep():
                 assert record.load is not None
@@ -323,16 +323,18 @@ class ReplayedPipeline:
                     self._answers[number].rows += rows
                 if self._kv is not None:
                     self.kv_slots.append(self._kv.used_slots)
-            case RequestOpened() if not self._answers[record.number].has_opened:
-                replayed = self._answers[record.number]
+            case RequestOpened() if not self._answers[record.request.number].has_opened:
+                replayed = self._answers[record.request.number]
                 replayed.has_opened, replayed.began = True, self.clock.seconds()
             case Advanced():
-                replayed = self._answers[record.number]
+                replayed = self._answers[record.request.number]
                 replayed.events.append((self.clock.seconds(), len(record.verdict.tokens)))
                 if record.verdict.finished and self._drafter is not None:
-                    replayed.drafted = self._drafter.proposed(record.number, replayed.answer)  # before the method closes it
+                    replayed.drafted = self._drafter.proposed(
+                        record.request.number, replayed.answer
+                    )  # before the method closes it
             case RequestEnded():
-                self._answers[record.number].finished = record.reason
+                self._answers[record.request.number].finished = record.reason
 
 
 def _rows_of(message: StageMessage) -> dict[int, int]:

@@ -26,12 +26,12 @@ from pipedec.config import AUTO
 from pipedec.config.environment import captures_graphs
 from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.decoding import Drafter
-from pipedec.decoding.batch import DRAFT_KNEE
+from pipedec.decoding.draft_rounds import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
-from pipedec.engine.admission import Admission, Sequences
-from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_batch, weights_on
+from pipedec.engine.admission import Admission
+from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_scheduler, weights_on
 from pipedec.engine.devices import allocated, limit_threads, num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.experience_files import KeptExperience
@@ -47,6 +47,7 @@ from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler
 from pipedec.stage import StageWorker
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -249,10 +250,12 @@ class Rank:
             "stages": spec.topology.num_stages,
             "groups": spec.topology.num_groups,
         }
+        requests = new_scheduler(spec, model, wiring.place, experience=kept.experience)
+        stages, capacity = spec.topology.num_stages, requests.kv.capacity
         return DraftLoop(
             wiring,
-            Admission(prompter, wiring.sequences, spec.topology.num_stages, limits.tree, limits.shared_suffixes),
-            new_batch(spec, model, wiring.place, experience=kept.experience),
+            Admission(prompter, wiring.sequences, stages, capacity, limits.tree, limits.shared_suffixes),
+            requests,
             limits.max_num_seqs,
             keep=kept.keep,
             load_drafter=self._load_late if self._loads_late else None,

@@ -1,10 +1,12 @@
-"""Decoding methods: which rows enter the pipeline, and when. They know no process, transport or Redis."""
+"""Decoding methods and the scheduler of requests: which rows enter the pipeline, and when. They know no process, transport or
+Redis.
+"""
 
-from pipedec.decoding.batch import Batch
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.memory import LaneSizes
-from pipedec.decoding.method import Drafter
-from pipedec.decoding.request_state import RequestState
+from pipedec.decoding.method import Drafter, Resources
+from pipedec.decoding.request import Phase, Request
+from pipedec.decoding.scheduler import Scheduler
 
-__all__ = ["Batch", "Drafter", "Experience", "LaneSizes", "RequestState", "TimestepTiming"]
+__all__ = ["Drafter", "Experience", "LaneSizes", "Phase", "Request", "Resources", "Scheduler", "TimestepTiming"]

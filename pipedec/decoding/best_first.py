@@ -23,15 +23,18 @@ from math import exp, inf, log
 
 import torch
 
+from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.acceptance import NO_LINE, Line
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.method import DraftRoom, Method, Resources
+from pipedec.decoding.proposers import Proposals
 from pipedec.decoding.sources import DraftAlone, DraftSources
 from pipedec.methods import BestFirstOptions, options_of
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates
 
 _GUESSED_ROWS = 8  # in one round
@@ -46,19 +49,22 @@ class BestFirst(Method):
     tree: InjectionTree
     fills = True
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
-        self._options = options_of(context.request, BestFirstOptions)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
+        self._options = options_of(request, BestFirstOptions)
         if "draft" not in self._options.proposers:
             self.drafter = None
         self._sources = self._new_sources()
         self.is_tuned = self._options.width is None
-        self.children = (self._options.children or context.children) if self.drafter else 0
-        self.tree = InjectionTree(None if context.grammar is None else partial(chain_below, context.grammar))
-        self._controller = context.experience.controller
+        self.tree = InjectionTree(None if self.grammar is None else partial(chain_below, self.grammar))
+        self._controller = resources.experience.controller
+        self.lane_opened()
+
+    def lane_opened(self) -> None:
+        self.children = (self._options.children or self._controller.children) if self.drafter else 0
 
     def _new_sources(self) -> DraftAlone | DraftSources:
-        return DraftSources(self.context, self.thread, self._options.proposers, self.drafter is not None)
+        return DraftSources(self, self._options.proposers, self.drafter is not None)
 
     @property
     def in_flight(self) -> int:
@@ -88,17 +94,16 @@ class BestFirst(Method):
         entering, below = torch.tensor((token_ids, parents)).unbind()
         return Step(entering, below, log_probs=self.tree.log_probs)
 
-    def draft(self, room: int) -> Sequence[int]:
+    def draft(self, room: DraftRoom) -> Sequence[int]:
         """The most probable rows that are not drafted. Called several times in a timestep."""
-        draft_room = self.context.draft_room
         if not self._is_speculating:
             return ()
-        if draft_room.round >= (self._options.forwards or draft_room.forwards):
+        if room.round >= (self._options.forwards or room.forwards):
             self._guess()
             return ()
-        least = log(draft_room.min_chance) if draft_room.min_chance > 0 and self.is_tuned else -inf
-        rows = self.tree.undrafted(room, least)
-        if not self.context.sequence.can_fork:
+        least = log(room.min_chance) if room.min_chance > 0 and self.is_tuned else -inf
+        rows = self.tree.undrafted(room.rows, least)
+        if not self.sequence.can_fork:
             return rows
         ended = [row for row in rows if self._ends(self.tree.path(row))]
         self.tree.add(ended, [NO_LINE] * len(ended))
@@ -106,12 +111,12 @@ class BestFirst(Method):
 
     def _guess(self) -> None:
         """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""
-        if self.context.sequence.can_fork:
+        if self.sequence.can_fork:
             return
         for _ in range(_GUESS_ROUNDS):
             rows, lines = list[int](), list[Line]()
             for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)):
-                path, grammar = self.tree.path(row), self.context.grammar
+                path, grammar = self.tree.path(row), self.grammar
                 rate, token = self._sources.copied(path)
                 if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):
                     rows.append(row)
@@ -122,14 +127,14 @@ class BestFirst(Method):
 
     def _ends(self, path: list[int]) -> bool:
         """Whether nothing follows the last token of ``path``, because it joins or ends the thread."""
-        sequence = self.context.sequence
+        sequence = self.sequence
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
 
     def undrafted_chances(self) -> Iterator[float]:
         return self.tree.undrafted_chances()
 
-    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        self._sources.propose(self.tree, rows, candidates)
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> Proposals | None:
+        return self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""

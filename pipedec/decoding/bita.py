@@ -22,14 +22,16 @@ from itertools import repeat
 import torch
 
 from pipedec.core.errors import UserError
+from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import MaskParams, Step
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.mask_forecast import Confidence, MaskForecast
-from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.method import Method, Resources
 from pipedec.grammar import Grammar
 from pipedec.methods import MAX_ROWS, BitaOptions, options_of
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import mask_groups
 
 _MASKS = -1  # replaces the rank of a candidate: a group of masks
@@ -174,12 +176,12 @@ class Bita(Method):
 
     in_flight = 0
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
-        limits = options_of(context.request, BitaOptions)
-        depth = limits.depth or context.trained_masks
-        if depth > context.trained_masks:
-            raise UserError(f"depth {depth}, but this BiTA was trained with {context.trained_masks} masks: lower --depth")
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
+        limits = options_of(request, BitaOptions)
+        depth = limits.depth or resources.trained_masks
+        if depth > resources.trained_masks:
+            raise UserError(f"depth {depth}, but this BiTA was trained with {resources.trained_masks} masks: lower --depth")
         is_chain = limits.shape == "straightforward"
         named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], DEFAULT_FORECAST // depth)
         shapes = {  # rows of the largest tree, masks included: at least the root and a group of masks
@@ -196,7 +198,7 @@ class Bita(Method):
         self._room = self.whole  # rows of the next step: less if threads share it
         self._shape = limits.shape
         self._rows = limits.rows
-        self._confidence = context.experience.learned(context.request, Confidence, self.masks)
+        self._confidence = resources.experience.learned(request, Confidence, self.masks)
         self._forecast: MaskForecast | None = None  # after the root; None before the first verdict
         self._entered = CandidateTree([])  # of the last step
 
@@ -234,10 +236,10 @@ class Bita(Method):
         self._forecast = MaskForecast(token)
 
     def _forecast_of(self, accepted: Accepted) -> MaskForecast:
-        sampling = self.context.request.sampling
+        sampling = self.request.sampling
         return MaskForecast(
             accepted.tokens[-1], accepted.forecast, accepted.surprisals, self.masks.count - len(accepted.forecast),
-            self.context.markov, 1 / sampling.temperature if sampling.is_stochastic else 1.0,
+            self.resources.markov, 1 / sampling.temperature if sampling.is_stochastic else 1.0,
         )  # fmt: skip
 
     def _candidates(self, forecast: MaskForecast) -> CandidateTree:
@@ -245,7 +247,7 @@ class Bita(Method):
         if self._room <= self.masks.count:
             return CandidateTree([forecast.root])
         if self._shape in SHAPES:
-            tree = SHAPES[self._shape](forecast, self.context.grammar)
+            tree = SHAPES[self._shape](forecast, self.grammar)
             if len(tree.token_ids) + self.masks.count * len(tree.with_masks) <= self._room:
                 return tree
-        return likeliest(forecast, self._confidence, min(self._rows, self._room), self.masks.count, self.context.grammar)
+        return likeliest(forecast, self._confidence, min(self._rows, self._room), self.masks.count, self.grammar)

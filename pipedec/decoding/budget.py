@@ -31,7 +31,7 @@ class Demand:
     most: int | None = None  # maximum rows set by the request, which gets them all if it is alone; None: the budget decides
 
 
-@dataclass(frozen=True)
+@dataclass
 class Claim:
     """One request's demand."""
 
@@ -40,6 +40,7 @@ class Claim:
     demand: Demand = Demand()
     prompt: int = 0  # rows of its prompt that have yet to enter, some now and the others later
     tail: int = 1  # the last of these rows, which enter together
+    waited: int = 0  # timesteps in which rows that must enter have waited; ``Budget.share`` counts on
 
     @property
     def entering(self) -> int:
@@ -53,12 +54,6 @@ class Budget:
     def __init__(self, knee: int) -> None:
         self.knee = knee
         self.refused = 0.0  # the chance of the best candidate that had to wait in the last timestep; 0 if all entered
-        self._timestep = 0
-        self._waiting_since: dict[int, int] = {}  # by request: the timestep at which rows that must enter were first refused
-
-    def forget(self, number: int) -> None:
-        """Forget a request that has ended."""
-        self._waiting_since.pop(number, None)
 
     def share(self, claims: Sequence[Claim], pays: Pays) -> dict[int, int]:
         """The number of rows of each request that may enter at the next timestep, without requests that get none.
@@ -66,7 +61,6 @@ class Budget:
         Claims are in order of arrival. The sum never exceeds the available room, except for rows of a single request that must
         enter together: they enter alone.
         """
-        self._timestep += 1
         self.refused = 0.0
         room, most = self.knee, claims[0].demand.most if len(claims) == 1 else None
         if most is not None:  # a request alone may set more rows than the shared room has, and they need not pay
@@ -89,23 +83,20 @@ class Budget:
                     granted[claim.number] = granted.get(claim.number, 0) + count
                     left -= count
         for claim in claims:
-            if granted.get(claim.number, 0) >= max(claim.entering, min(claim.prompt, 1)):
-                self._waiting_since.pop(claim.number, None)
-            else:
-                self._waiting_since.setdefault(claim.number, self._timestep)
+            is_served = granted.get(claim.number, 0) >= max(claim.entering, min(claim.prompt, 1))
+            claim.waited = 0 if is_served else claim.waited + 1
         return granted
 
     def _share_certain(self, claims: Sequence[Claim], left: int) -> dict[int, int]:
         """Share ``left`` rows. The request that has waited longest comes first, so none waits forever."""
-        since = [self._waiting_since.get(claim.number, self._timestep) for claim in claims]
-        waiting_prompt = min([at for at, claim in zip(since, claims, strict=True) if claim.prompt], default=self._timestep)
+        longest = max([claim.waited for claim in claims if claim.prompt], default=0)
         turns = [
-            (claim.priority, since[place], claim.demand.whole > 0, place) for place, claim in enumerate(claims) if claim.entering
+            (claim.priority, -claim.waited, claim.demand.whole > 0, place) for place, claim in enumerate(claims) if claim.entering
         ]
         granted: dict[int, int] = {}
-        for _, waiting, _, place in sorted(turns):
+        for _, _, _, place in sorted(turns):
             number, demand = claims[place].number, claims[place].demand
-            if demand.whole > left and not granted and waiting <= waiting_prompt:
+            if demand.whole > left and not granted and claims[place].waited >= longest:
                 return {number: demand.whole}
             count = demand.whole or min(demand.certain, left)
             if 0 < count <= left:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from pipedec.core.stage_message import SlotRuns
 from pipedec.decoding.budget import Claim
-from pipedec.decoding.request_state import RequestState
+from pipedec.decoding.request import Phase, Request
 from pipedec.kv import KVManager, Lease
 
 
@@ -32,96 +31,93 @@ class Memory:
         self._kv = kv
         self._knee = knee
         self._sizes = sizes
-        self.grown: dict[int, SlotRuns] = {}  # by request, slots of its lane that the stages do not know yet
-        self._free: dict[int, int] = {}  # by request that may get rows in this timestep: slots of its lane without rows
         self._spared = 0  # free slots reserved for certain rows
 
-    def claims(self, requests: Collection[RequestState]) -> list[Claim]:
-        """The claims of all requests with a lane, and of waiting ones that might get rows now, as far as there is memory."""
-        lanes = [state for state in requests if state.has_lane]
-        self._free.clear()
+    def claims(self, requests: Collection[Request]) -> list[Claim]:
+        """The claims of requests with a lane, and of waiting requests that fit, as far as there is memory."""
+        lanes = [request for request in requests if request.has_lane]
         self._spared = len(lanes) * self._kv.block
         claims: list[Claim] = []
         prompt_rows = 0
         is_full = False
-        for state in requests:
-            if state.has_lane:
-                claim = self._fitted(state, state.claim())
+        for request in requests:
+            if request.has_lane:
+                claim = self._fitted(request, request.claim())
             else:
-                cached = None if is_full or prompt_rows >= self._knee else self._cached_for(state, lanes)
+                cached = None if is_full or prompt_rows >= self._knee else self._cached_for(request, lanes)
                 if cached is None:
                     is_full = True
                     continue
-                claim = state.claim(cached)
+                claim = request.claim(cached)
             prompt_rows += claim.prompt
             claims.append(claim)
         return claims
 
-    def open(self, state: RequestState) -> Lease | None:
+    def open(self, request: Request) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(state.number, state.adopts, state.to_reserve(self._sizes.ahead))
+        return self._kv.open(request.number, request.adopts, request.to_reserve(self._sizes.ahead))
 
-    def room_for(self, state: RequestState, rows: int) -> int:
+    def room_for(self, request: Request, rows: int) -> int:
         """How many of ``rows`` rows fit into a lane, which grows if there is memory."""
-        free = self._free[state.number]
+        free = request.free_slots
         if free < rows <= free + self._spare:
-            free += self._grow(state, rows - free)
+            free += self._grow(request, rows - free)
         return min(rows, free)
 
-    def to_pause(self, requests: Sequence[RequestState]) -> list[int]:
+    def to_pause(self, requests: Sequence[Request]) -> list[Request]:
         """The last request with a lane if memory is short. One at a time: pausing it may be enough."""
-        lanes = [state for state in requests if state.has_lane]
+        lanes = [request for request in requests if request.has_lane]
         if not lanes:
             return []
         is_short = len(lanes) > 1 and self._is_short(lanes)
         is_short = is_short or (len(lanes) < len(requests) and self._is_in_the_way(lanes, requests))
-        return [lanes[-1].number] if is_short else []
+        return [lanes[-1]] if is_short else []
 
-    def _cached_for(self, state: RequestState, lanes: Sequence[RequestState]) -> int | None:
+    def _cached_for(self, request: Request, lanes: Sequence[Request]) -> int | None:
         """The number of cached tokens that a waiting request could adopt now; None if it cannot open."""
-        if state.is_closing:
+        if request.phase is Phase.PAUSING:
             return None
         growth = (min(max(lane.most - self._kv.slots_of(lane.number), 0), self._sizes.growth) for lane in lanes)
-        return self._kv.cached_for(state.adopts, state.to_reserve(self._sizes.ahead) + sum(growth))
+        return self._kv.cached_for(request.adopts, request.to_reserve(self._sizes.ahead) + sum(growth))
 
-    def _fitted(self, state: RequestState, claim: Claim) -> Claim:
+    def _fitted(self, request: Request, claim: Claim) -> Claim:
         """``claim``, of a request with a lane, reduced to what memory allows."""
         demand = claim.demand
-        if state.is_prefilling or not (claim.entering or demand.chances):
+        if request.phase is Phase.PREFILLING or not (claim.entering or demand.chances):
             return claim
-        free = self._kv.slots_of(state.number) - state.past - state.in_flight
-        needed = state.certain_rows(demand)
+        free = self._kv.slots_of(request.number) - request.past - request.method.in_flight
+        needed = request.method.certain_rows(demand)
         if needed > free:
-            free += self._grow(state, needed - free)
-        self._free[state.number] = free
+            free += self._grow(request, needed - free)
+        request.free_slots = free
         if free < needed and (demand.whole or free <= 0):
-            return Claim(claim.number, claim.priority)
+            return Claim(claim.number, claim.priority, waited=claim.waited)
         most = free + self._spare
         if most >= max(self._knee, demand.most or 0):
             return claim
         return replace(claim, demand=replace(demand, certain=min(demand.certain, most), most=min(most, demand.most or most)))
 
-    def _is_short(self, lanes: Sequence[RequestState]) -> bool:
+    def _is_short(self, lanes: Sequence[Request]) -> bool:
         """Whether not all certain rows would fit even if no other rows were in flight."""
         free, block = self._kv.free_slots, self._kv.block
-        if free >= sum(max(self._knee, state.together, len(state.sequence.threads)) + block for state in lanes):
+        if free >= sum(max(self._knee, request.method.together, len(request.sequence.threads)) + block for request in lanes):
             return False
-        for state in lanes:
-            slots = self._kv.slots_of(state.number) - state.past
-            if state.is_prefilling or state.is_idle or slots >= max(self._knee, state.together):
+        for request in lanes:
+            slots = self._kv.slots_of(request.number) - request.past
+            if request.phase is Phase.PREFILLING or request.is_idle or slots >= max(self._knee, request.method.together):
                 continue
-            missing = state.certain_rows(state.demand()) - slots
+            missing = request.method.certain_rows(request.method.demand()) - slots
             free -= -(-max(missing, 0) // block) * block
         return free < 0
 
-    def _is_in_the_way(self, lanes: Sequence[RequestState], requests: Sequence[RequestState]) -> bool:
+    def _is_in_the_way(self, lanes: Sequence[Request], requests: Sequence[Request]) -> bool:
         """Whether the first waiting request could open if the last of ``lanes``, whose priority is worse, gave up its memory."""
-        waiting = next((state for state in requests if not state.has_lane), None)
-        if waiting is None or waiting.is_closing or waiting.request.priority >= lanes[-1].request.priority:
+        waiting = next((request for request in requests if not request.has_lane), None)
+        if waiting is None or waiting.phase is Phase.PAUSING or waiting.priority >= lanes[-1].priority:
             return False
         if self._cached_for(waiting, lanes) is not None:
             return False
-        stays = sum(self._kv.slots_of(state.number) for state in lanes if state.request.priority <= waiting.request.priority)
+        stays = sum(self._kv.slots_of(request.number) for request in lanes if request.priority <= waiting.priority)
         return self._kv.capacity - stays >= waiting.to_reserve(self._sizes.ahead)
 
     @property
@@ -129,13 +125,13 @@ class Memory:
         """Free slots for candidates."""
         return max(self._kv.free_slots - self._spared, 0)
 
-    def _grow(self, state: RequestState, rows: int) -> int:
+    def _grow(self, request: Request, rows: int) -> int:
         """Give a lane slots for ``rows`` more rows. Returns the number given: 0 if there is no memory."""
-        slots = self._kv.slots_of(state.number)
+        slots = self._kv.slots_of(request.number)
         growth = self._sizes.growth
         more = growth if self._spare >= rows + growth else 0
-        new = self._kv.grow(state.number, slots + rows + more)
+        new = self._kv.grow(request.number, slots + rows + more)
         if not new:
             return 0
-        self.grown[state.number] = self.grown.get(state.number, ()) + new
-        return self._kv.slots_of(state.number) - slots
+        request.new_slots += new
+        return self._kv.slots_of(request.number) - slots

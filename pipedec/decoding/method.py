@@ -1,7 +1,8 @@
-"""The interface of decoding methods. A method decodes one thread of an answer: it decides which rows enter, and when.
+"""The interface of decoding methods. A method decides which rows of an answer enter, and when.
 
-Each method has its own file; ``pipedec.methods`` lists them. A method knows its thread's accepted tokens, its tree and the draft
-model; it knows no other request, no process and no memory.
+Each method has its own file; ``pipedec.methods`` lists them. It decodes one thread; in an answer that may have several,
+``ThreadedMethod`` is made of one for each. A method knows its thread's accepted tokens, its tree and the draft model; it knows no
+other request, no process and no memory.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NO_MASKS, MaskParams, Step
-from pipedec.core.verdict import Accepted
+from pipedec.core.verdict import Accepted, Verdict
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.experience import Experience
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.decoding.proposers import Proposals
-from pipedec.grammar import Grammar
 from pipedec.methods import find_method
 from pipedec.model.markov import MarkovTable
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
+from pipedec.threads import State
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges, ThreadChanges, position_root
 
 
 class Drafter(Protocol):
@@ -57,36 +58,77 @@ class Drafter(Protocol):
         """Let requests that open from now on adopt no prefixes of ended ones."""
 
 
+POSITIONS = 16  # depths below a root at which accepted tokens are counted separately
+ROWS_OF_SEVERAL_THREADS = 128  # of a step that enters whole and that threads share; more if the options allow one thread more
+
+
 @dataclass
-class DraftRoom:
-    """Each request's share of the draft model's forwards in this timestep."""
+class Tally:
+    """Counters of all requests of a run. They never decrease."""
 
-    forwards: int = 2  # maximum forwards for requests whose number of forwards is tuned
-    rows: int = 16  # of each forward
+    prompt_rows: int = 0  # tokens of prompts that have entered, and of answers that continue after a pause
+    root_rows: int = 0  # certain tokens that have entered
+    draft_rows: int = 0  # guesses that have entered
+    mask_rows: int = 0  # masks that have entered
+    drafts: int = 0  # roots that entered when nothing of their thread was in flight
+    accepted_tokens: int = 0  # guesses that were accepted
+    accepted_per_pos: list[int] = field(default_factory=lambda: [0] * POSITIONS)  # the same by depth below the root, from 1 on
+    pauses: int = 0  # how often a request was paused
+    corrupted: int = 0  # requests that ended because a stage computed NaN or infinity
+
+    def count_accepted(self, depth: int, tokens: int) -> None:
+        """Count ``tokens`` accepted guesses after one that was ``depth`` below its root."""
+        self.accepted_tokens += tokens
+        for position in range(depth, min(depth + tokens, POSITIONS)):
+            self.accepted_per_pos[position] += 1
+
+
+@dataclass
+class Resources:
+    """The objects that the methods of all requests of a run share.
+
+    Attributes:
+        experience: learned from earlier answers.
+        drafter: the draft model, if there is one.
+        device: of the draft model.
+        trained_masks: mask rows that the target's BiTA was trained with; 0 if it has none.
+        markov: of the target's BiTA, if it has one.
+        awaits_drafter: the draft model is being loaded. Until then, the default method without it replaces those that need it.
+    """
+
+    experience: Experience
+    drafter: Drafter | None = None
+    device: torch.device | str = "cpu"
+    trained_masks: int = 0
+    markov: MarkovTable | None = None
+    awaits_drafter: bool = False
+    tally: Tally = field(default_factory=Tally)
+
+
+class DraftRoom(NamedTuple):
+    """Each request's share of a forward of the draft model."""
+
+    rows: int = 16
+    forwards: int = 2  # maximum forwards of this timestep for requests whose number of forwards is tuned
     min_chance: float = 0.0  # of a row that is drafted: candidates below less probable rows would not enter soon
-    round: int = 0  # number of forwards computed in this timestep so far
+    round: int = 0  # forwards computed in this timestep so far
 
 
-@dataclass(frozen=True)
-class MethodContext:
-    """One answer, and the objects that its methods use."""
+class Entering(NamedTuple):
+    """Rows that enter at a timestep, counted."""
 
-    request: TokenizedRequest
-    sequence: ThreadSequence  # methods only read it
-    drafter: Drafter | None  # the draft model; None if there is none, or the method does not use it
-    experience: Experience  # statistics learned from earlier answers
-    proposals: list[Proposals]  # of draft sources, for all requests, which are then scored together
-    draft_room: DraftRoom  # the same object for all requests
-    children: int  # candidates per row, for requests whose number of candidates is tuned
-    grammar: Grammar | None = None  # the answer's structure; None without one
-    device: torch.device | str = "cpu"  # of the draft model
-    trained_masks: int = 0  # mask rows that the target's BiTA was trained with; 0 if it has none
-    markov: MarkovTable | None = None  # of the target's BiTA
+    step: Step
+    roots: int  # certain rows
+    refills: int  # those of threads with nothing in flight
 
 
 class Method(ABC):
     """Decodes one thread. In every timestep ``demand`` is followed, if there is room, by ``propose``. While the stages compute,
     ``draft`` and ``drafted`` alternate until ``draft`` returns no rows. ``accept`` follows each verdict.
+
+    Args:
+        request: as it is decoded now, perhaps without the draft model that it asks for.
+        sequence: of the answer; read only.
     """
 
     masks: MaskParams = NO_MASKS  # the mask rows after the prompt and after rows of its steps
@@ -98,11 +140,16 @@ class Method(ABC):
     fills = False  # whether rows enter while others are in flight
     root: int | None = None  # the thread's last certain token, if it has yet to enter. None at first.
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        self.context = context
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.resources = resources
         self.thread = thread
-        self.drafter = context.drafter  # the draft model, if it uses one
-        self.max_forced = 0 if context.grammar is None else MAX_FORCED  # rows of the longest chain of forced tokens
+        self.grammar = sequence.grammar  # the answer's structure; None without one
+        uses_draft = find_method(request.method).draft != "none"
+        self.drafter = resources.drafter if uses_draft else None  # the draft model, if it uses one
+        self.max_forced = 0 if self.grammar is None else MAX_FORCED  # rows of the longest chain of forced tokens
+        self._depth = 0  # accepted tokens after the root that entered last
 
     @property
     @abstractmethod
@@ -110,29 +157,77 @@ class Method(ABC):
         """Rows that have entered and that no verdict has accepted or pruned."""
 
     @property
+    def together(self) -> int:
+        """Rows of its largest whole step, or 1."""
+        return max(1, self.whole)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing enters and nothing is drafted before the next verdict. False if it cannot know."""
         return self.tree is None and self.root is None
+
+    def lane_opened(self) -> None:  # noqa: B027 (most have nothing to follow)
+        """Follow the opening of the request's lane: what is tuned takes its present value."""
 
     @abstractmethod
     def demand(self) -> Demand:
         """The rows that it wants to enter at the next timestep."""
 
+    def certain_rows(self, demand: Demand) -> int:
+        """Maximum number of the rows of ``demand`` that are certain or must enter together."""
+        return demand.whole or demand.certain
+
+    def enter(self, room: int) -> Entering | None:
+        """The rows that enter at the next timestep, at most ``room``; a step that enters whole has the demanded rows."""
+        roots = int(self.root is not None)
+        step = self.propose(max(self.whole, ROWS_OF_SEVERAL_THREADS) if self.whole else room)
+        return None if step is None else Entering(step, roots, roots)
+
     @abstractmethod
     def propose(self, room: int) -> Step | None:
-        """The rows that enter at the next timestep, at most ``room``, or None."""
+        """The thread's rows that enter at the next timestep, at most ``room``, or None."""
 
-    def draft(self, room: int) -> Sequence[int]:
-        """The rows of its tree to draft next, ascending; at most ``room``, unless its steps enter whole. None to end drafting."""
+    def ask(self, room: DraftRoom) -> list[tuple[Method, Sequence[int]]]:
+        """The rows to draft next, by method of a thread. Empty to end drafting."""
+        rows = self.draft(room)
+        return [(self, rows)] if rows else []
+
+    def draft(self, room: DraftRoom) -> Sequence[int]:
+        """The rows of its tree to draft next, ascending; at most ``room.rows``, unless its steps enter whole. None to end
+        drafting.
+        """
         return ()
 
     def undrafted_chances(self) -> Iterable[float]:
         """The log-chances of the rows that ``draft`` would return, best first. The threads of an answer share rows by them."""
         return ()
 
-    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Take the candidates of ``rows``, which were drafted; None if it has no ``drafter``."""
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> Proposals | None:
+        """Receive the candidates of ``rows``, which were drafted; None if it has no ``drafter``. Returns proposals that are to be
+        scored together with those of other threads and requests, if there are any.
+        """
         raise NotImplementedError(f"{type(self).__name__} drafts nothing")
+
+    def follow(self, verdict: Verdict, changes: ThreadChanges) -> tuple[int, int]:
+        """Advance to the accepted tokens, whose effects on threads are ``changes``. Returns its hits and misses (``Metrics``)."""
+        for accepted in verdict.accepted:
+            if accepted.thread in changes.accepted:
+                self.accept(accepted)
+        if changes.affects_threads and self.sequence.finished is not None:
+            self.cut()
+        elif self.tree is not None:
+            position_root(self.tree, self.sequence, self.thread)
+        tokens = changes.accepted.get(self.thread)
+        return (0, 0) if tokens is None else self.count_accepted(len(tokens))
+
+    def count_accepted(self, num_tokens: int) -> tuple[int, int]:
+        """Count the accepted tokens. Returns hits and misses. The first token of an answer or of a child is neither."""
+        goes_on = self.sequence.threads[self.thread].state is State.RUNNING
+        is_hit = goes_on and self.root is None
+        hits = num_tokens - 1 + is_hit
+        self.resources.tally.count_accepted(self._depth, hits)
+        self._depth = self._depth + hits if is_hit else 0
+        return hits, int(goes_on and not is_hit)
 
     @abstractmethod
     def accept(self, accepted: Accepted) -> None:
@@ -149,20 +244,27 @@ class Method(ABC):
     def to_draft(self, rows: Sequence[int]) -> DraftRows:
         """``rows`` of its tree for the draft model."""
         assert self.tree is not None
-        return DraftRows(self.context.request.number, self.thread, self.tree, rows, self.children)
+        return DraftRows(self.request.number, self.thread, self.tree, rows, self.children)
 
     def _follow(self, changes: RowChanges) -> None:
         """Let the draft model's cache follow the tree."""
         if self.drafter is not None:
-            self.drafter.advance(self.context.request.number, self.thread, changes)
+            self.drafter.advance(self.request.number, self.thread, changes)
 
 
-def new_method(context: MethodContext, thread: int = 0) -> Method:
-    """The method that the context's request names, for one thread. Raises UserError if it is unknown or cannot work here."""
-    entry = find_method(context.request.method)
-    entry.check_needs(context.drafter is not None, context.trained_masks > 0)
-    if entry.draft == "none":
-        context = replace(context, drafter=None)
+def new_method(request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> Method:
+    """The method that the request names, for one thread. Raises UserError if it is unknown or cannot work here."""
+    entry = find_method(request.method)
+    entry.check_needs(resources.drafter is not None, resources.trained_masks > 0)
     module, _, name = entry.implementation.partition(":")
-    method: Method = getattr(importlib.import_module(module), name)(context, thread)
+    method: Method = getattr(importlib.import_module(module), name)(request, sequence, resources, thread)
     return method
+
+
+def method_of(request: TokenizedRequest, sequence: ThreadSequence, resources: Resources) -> Method:
+    """The method of the whole answer. Raises UserError as ``new_method``."""
+    if not sequence.can_fork:
+        return new_method(request, sequence, resources)
+    from pipedec.decoding.threaded import ThreadedMethod  # only answers in threads need it
+
+    return ThreadedMethod(request, sequence, resources)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below, grow, of_leaves, plant
-from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.method import DraftRoom, Method, Resources
 from pipedec.methods import PipeDecOptions, options_of
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, PredictionTree
 
 
@@ -25,10 +27,10 @@ class PipeDec(Method):
     tree: PredictionTree
     fills = True
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
-        limits = options_of(context.request, PipeDecOptions)
-        self.tree = PredictionTree(context.device)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
+        limits = options_of(request, PipeDecOptions)
+        self.tree = PredictionTree(resources.device)
         self.children = limits.children
         self.whole = max(limits.width, 1 + self.max_forced)
         self._width = limits.width  # of the next layer: less if threads share a step
@@ -42,7 +44,7 @@ class PipeDec(Method):
 
     def demand(self) -> Demand:
         """The root after a miss, else the next layer."""
-        grammar = self.context.grammar
+        grammar = self.grammar
         if self.root is not None:
             return Demand(whole=1 + len(chain_below(grammar)))
         if self._candidates is None:
@@ -55,10 +57,10 @@ class PipeDec(Method):
         self._width = min(self._max_width, room)
         candidates, self._candidates = self._candidates, None
         if self.root is not None:
-            rows = plant(self.tree, self.root, self.context.grammar)
+            rows = plant(self.tree, self.root, self.grammar)
             self.root = None
         elif candidates is not None and candidates.token_ids.numel():
-            rows = grow(self.tree, candidates, self._width, self.context.grammar)
+            rows = grow(self.tree, candidates, self._width, self.grammar)
         else:
             return None
         self._layer = range(rows.start, rows.stop)
@@ -67,13 +69,13 @@ class PipeDec(Method):
         token_ids, parents = self.tree.ids_of(rows)
         return Step(token_ids, parents, log_probs=self.tree.log_probs[rows])
 
-    def draft(self, room: int) -> Sequence[int]:
+    def draft(self, room: DraftRoom) -> Sequence[int]:
         layer, self._layer = self._layer, range(0)
         return layer
 
     def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
         assert candidates is not None
-        self._candidates = candidates if self.context.grammar is None else of_leaves(self.tree, candidates)
+        self._candidates = candidates if self.grammar is None else of_leaves(self.tree, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         advance = self.tree.advance(accepted.tokens)

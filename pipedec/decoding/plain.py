@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
+from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
-from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.method import Method, Resources
+from pipedec.threads import Sequence as ThreadSequence
 
 
 class Plain(Method):
@@ -19,20 +21,20 @@ class Plain(Method):
 
     in_flight = 0
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
         self.whole = 1 + self.max_forced
 
     def demand(self) -> Demand:
         if self.root is None:
             return Demand()
-        grammar = self.context.grammar
+        grammar = self.grammar
         return Demand(whole=1 if grammar is None else 1 + len(chain_below(grammar)))
 
     def propose(self, room: int) -> Step | None:
         if self.root is None:
             return None
-        grammar = self.context.grammar
+        grammar = self.grammar
         tokens = [self.root] if grammar is None else [self.root, *chain_below(grammar)]
         self.root, self.in_flight = None, len(tokens)
         return Step(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1))

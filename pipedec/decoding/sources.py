@@ -12,7 +12,7 @@ from math import inf
 from pipedec.core.errors import UserError
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree, Lesson
-from pipedec.decoding.method import MethodContext
+from pipedec.decoding.method import Method
 from pipedec.decoding.proposers import DRAFT_PRIOR, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
@@ -48,15 +48,15 @@ class DraftSources:
     Raises UserError if none is left.
     """
 
-    def __init__(self, context: MethodContext, thread: int, proposers: Sequence[str], has_draft: bool) -> None:
-        self._context = context
-        self._thread = thread
+    def __init__(self, method: Method, proposers: Sequence[str], has_draft: bool) -> None:
+        request, experience = method.request, method.resources.experience
+        self._method = method
         self._ngrams: NgramProposer | None = None
         self._seen: SeenTokens | None = None
         self._tenant = None
         if "ngrams" in proposers:
             text = self._text()
-            self._ngrams, self._seen, self._tenant = NgramProposer(text), SeenTokens(text), context.request.tenant
+            self._ngrams, self._seen, self._tenant = NgramProposer(text), SeenTokens(text), request.tenant
         self._texts = [] if self._ngrams is None else ["ngrams"] if self._tenant is None else ["ngrams", "suffixes"]
         prior = {
             **({"draft": DRAFT_PRIOR} if has_draft else {}),
@@ -64,24 +64,23 @@ class DraftSources:
             **({"seen": SeenTokens.prior} if self._texts else {}),
         }
         if not prior:
-            method = context.request.method
-            raise UserError(f"method {method} has no proposer: give --draft DIR, or let the n-grams propose")
-        self._controller, self._shared = context.experience.controller, context.experience.shared_texts
-        self._acceptance = context.experience.learned(context.request, AcceptanceModel, prior)
-        self._rates = context.experience.learned(context.request, MatchRates)
+            raise UserError(f"method {request.method} has no proposer: give --draft DIR, or let the n-grams propose")
+        self._controller, self._shared = experience.controller, experience.shared_texts
+        self._acceptance = experience.learned(request, AcceptanceModel, prior)
+        self._rates = experience.learned(request, MatchRates)
 
     def _text(self) -> Sequence[int]:
         """The tokens of the other threads, of the prompt, and those that the thread attends to, also from before a pause."""
-        sequence, number = self._context.sequence, self._thread
+        sequence, number = self._method.sequence, self._method.thread
         threads = sequence.threads
         seen = [token for other, count in threads[number].context() for token in threads[other].token_ids[:count]]
         others = [] if number == 0 else [t for thread in threads if thread.number != number for t in thread.token_ids]
         own = threads[0].token_ids if number == 0 else []
-        return *others, *self._context.request.prompt_token_ids, *seen, *own
+        return *others, *self._method.request.prompt_token_ids, *seen, *own
 
-    def propose(self, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None) -> None:
-        """Collect the proposals below ``rows``, which were drafted; those of all requests are then scored together."""
-        grammar, found = self._context.grammar, list[list[Occurrences]]()
+    def propose(self, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None) -> Proposals:
+        """The proposals below ``rows``, which were drafted; those of all requests are then scored together."""
+        grammar, found = self._method.grammar, list[list[Occurrences]]()
         if candidates is not None and grammar is not None:
             candidates = possible(candidates)
         if self._texts:
@@ -91,7 +90,7 @@ class DraftSources:
                 allowed = [grammar.allowed(path) for path in paths]
                 found = [list(map(_those_in, of_text, allowed)) for of_text in found]
         proposes_seen = self._controller.proposes_seen and grammar is None
-        self._context.proposals.append(Proposals(self._acceptance, tree, rows, candidates, found, self._seen, proposes_seen))
+        return Proposals(self._acceptance, tree, rows, candidates, found, self._seen, proposes_seen)
 
     def _find(self, path: Sequence[int]) -> list[Occurrences]:
         """The tokens after n-grams at the end of ``path``, by text: the request's own and, with a tenant, earlier answers."""
@@ -132,6 +131,6 @@ def _those_in(found: Occurrences, allowed: Bitmask) -> Occurrences:
     return {token: match for token, match in found.items() if token in allowed}
 
 
-def fixed_sources(context: MethodContext, thread: int, proposers: Sequence[str]) -> DraftAlone | DraftSources:
+def fixed_sources(method: Method, proposers: Sequence[str]) -> DraftAlone | DraftSources:
     """The sources of published trees: the draft model as it is or, if n-grams propose too, the sources of the default method."""
-    return DraftAlone() if tuple(proposers) == ("draft",) else DraftSources(context, thread, proposers, has_draft=True)
+    return DraftAlone() if tuple(proposers) == ("draft",) else DraftSources(method, proposers, has_draft=True)

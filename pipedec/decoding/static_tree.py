@@ -13,15 +13,18 @@ from itertools import islice
 
 import torch
 
+from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
-from pipedec.decoding.method import Method, MethodContext
+from pipedec.decoding.method import DraftRoom, Method, Resources
+from pipedec.decoding.proposers import Proposals
 from pipedec.decoding.shapes import BestNodes, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers
 from pipedec.decoding.sources import fixed_sources
 from pipedec.methods import StaticTreeOptions, options_of
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates
 
 
@@ -30,16 +33,16 @@ class StaticTree(Method):
 
     tree: InjectionTree
 
-    def __init__(self, context: MethodContext, thread: int) -> None:
-        super().__init__(context, thread)
-        self._limits = limits = options_of(context.request, StaticTreeOptions)
+    def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
+        super().__init__(request, sequence, resources, thread)
+        self._limits = limits = options_of(request, StaticTreeOptions)
         self._depth = limits.limit("depth")
-        self.tree = InjectionTree(None if context.grammar is None else self._chain_below)
+        self.tree = InjectionTree(None if self.grammar is None else self._chain_below)
         self.children = limits.limit("children")
         self.choices = limits.choices
         self.whole = 1 + (limits.rows or self._depth * limits.layer_rows) + self.max_forced
         self._shape = self._new_shape()
-        self._sources = fixed_sources(context, thread, limits.proposers)
+        self._sources = fixed_sources(self, limits.proposers)
         self._room = self.whole  # rows of the next step: less if threads share it
         self._size = 0  # rows of the drafted tree that has yet to enter
         self._layer: list[int] | None = None  # the rows of the last layer, without those above a forced one; None: not drafting
@@ -53,7 +56,7 @@ class StaticTree(Method):
             return BestNodes(limits.limit("rows"), limits.limit("min_gain") / 100)
         if limits.shape == "sequoia":
             sizes = limits.limit("rows"), self._depth, self.children
-            return PositionalTree(self.context.experience.learned(self.context.request, PositionalAcceptance, *sizes))
+            return PositionalTree(self.resources.experience.learned(self.request, PositionalAcceptance, *sizes))
         return WidestLayers(limits.layer_rows)
 
     @property
@@ -74,7 +77,7 @@ class StaticTree(Method):
         entering, below = torch.tensor((token_ids, parents)).unbind()
         return Step(entering, below, log_probs=self.tree.log_probs)
 
-    def draft(self, room: int) -> Sequence[int]:
+    def draft(self, room: DraftRoom) -> Sequence[int]:
         """Draft the whole tree below a new root: one forward for every layer but the last."""
         if self._layer is None:
             return ()
@@ -93,7 +96,7 @@ class StaticTree(Method):
         """
         picks, left = self._shape.grow([self.tree.choices_below(row) for row in layer]), self._layer_room()
         self._chains_left, self._layer = left // 2, []
-        if self.context.grammar is None:
+        if self.grammar is None:
             picks = sorted(picks[:left], key=lambda pick: pick.parent)
         to_draft = list[int]()
         for pick in picks:
@@ -122,10 +125,10 @@ class StaticTree(Method):
         self._size = sum(1 for _ in islice(self.tree.entering_chances(), size))
 
     def _chain_below(self, path: Sequence[int]) -> Sequence[int]:
-        return chain_below(self.context.grammar, path)[: self._chains_left]
+        return chain_below(self.grammar, path)[: self._chains_left]
 
-    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> None:
-        self._sources.propose(self.tree, rows, candidates)
+    def drafted(self, rows: Sequence[int], candidates: Candidates | None) -> Proposals | None:
+        return self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
         self._shape.learn(self.tree.ranks(accepted.tokens))

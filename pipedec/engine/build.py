@@ -14,10 +14,9 @@ from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
-from pipedec.decoding import Batch, Drafter, Experience, LaneSizes
+from pipedec.decoding import Drafter, Experience, LaneSizes, Resources, Scheduler
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
-from pipedec.engine.admission import Sequences
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
@@ -41,6 +40,7 @@ from pipedec.plan.placement import Placement, even_layers, explicit_layers, rank
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter, fits_vocabulary, load_tokenizer, same_tokenizer, vocabulary_digest
+from pipedec.threads.sequences import Sequences
 
 DEFAULTS = Settings()
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -219,11 +219,11 @@ def load_drafter(
     return DraftModel(model, spec.kv_slots, spec.kv_block, spec.shares_prefixes, vocabulary)
 
 
-def new_batch(
+def new_scheduler(
     spec: PipelineSpec, drafter: Drafter | None, device: torch.device, lane_sizes: LaneSizes = LaneSizes(),
     experience: Experience | None = None,
-) -> Batch:  # fmt: skip
-    """The requests of a pipeline, with all of its KV memory; ``device`` is the draft model's."""
-    kv, passage = spec.kv_manager(), spec.settings.passage
+) -> Scheduler:  # fmt: skip
+    """The scheduler of a pipeline's requests, with all of its KV memory; ``device`` is the draft model's."""
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
-    return Batch(passage, drafter, device, spec.trained_masks, spec.knee, experience, kv, lane_sizes, markov)
+    resources = Resources(experience or Experience(spec.settings.passage), drafter, device, spec.trained_masks, markov)
+    return Scheduler(resources, spec.kv_manager(), spec.knee, lane_sizes)

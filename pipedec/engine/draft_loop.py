@@ -1,6 +1,6 @@
 """Rank 0: takes requests from the queue and decodes them together; listeners publish the answers and observe.
 
-Decides nothing about rows: the batch of decoding methods does. The driver brings rows to the stages.
+Decides nothing about rows: the scheduler of requests does. The driver brings rows to the stages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from typing import Protocol
 
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS, SLOW_SECONDS
-from pipedec.decoding import Batch, Drafter
+from pipedec.decoding import Drafter, Request, Scheduler
+from pipedec.decoding.events import Advanced, Record, Timestep
 from pipedec.engine.admission import Admission
-from pipedec.engine.counters import Counters, RunCounters
-from pipedec.engine.loop import Advanced, Record, RequestPool, Timestep, decode
-from pipedec.engine.publisher import Publisher
+from pipedec.engine.loop import decode
+from pipedec.engine.output import Publisher, answer_of
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
 from pipedec.engine.rank_zero import TaskPipeline, WindowPipeline
 from pipedec.engine.request_queue import Frame, RequestQueue
+from pipedec.engine.run_counters import RunCounters
 from pipedec.faults import failure_of, is_of_machine
 from pipedec.messages.events import ErrorEvent
 from pipedec.scheduler.protocol import RankMessage, Remembered
@@ -40,11 +41,11 @@ _STATS_SECONDS = 1.0  # between two publications of the counters
 
 
 class Feed(Protocol):
-    """A live view of the pipeline in frames, made by a listener of the pool while there is a watcher."""
+    """A live view of the pipeline in frames, made by a listener of the scheduler while there is a watcher."""
 
     watcher: str  # names the latest watcher; empty if there is none
 
-    def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
+    def follow(self, watcher: str, scheduler: Scheduler, timestep: int) -> None:
         """Show frames to a new ``watcher``, or to none if it is empty. Called after timestep number ``timestep``."""
 
     def begin_epoch(self, epoch: int) -> None:
@@ -52,7 +53,7 @@ class Feed(Protocol):
 
 
 # Makes a feed from two functions: one returns the text of a running answer so far, one takes frames in order.
-MakeFeed = Callable[[Callable[[int], str], Callable[[list[Frame]], None]], Feed]
+MakeFeed = Callable[[Callable[[Request], str], Callable[[list[Frame]], None]], Feed]
 
 
 class DraftLoop:
@@ -60,14 +61,15 @@ class DraftLoop:
 
     Args:
         wiring: of the first epoch; every other one has a transport of its own.
+        scheduler: of requests, without any.
         load_drafter: loads the draft model while requests are decoded without it, in a process that replaces a lost one; None
-            if ``batch`` has all it needs.
+            if ``scheduler`` has all it needs.
         make_feed: makes the live feed; None for a pipeline that cannot be watched.
         keep: keeps what was learned, now and then, or with True at once.
     """
 
     def __init__(
-        self, wiring: Wiring, admission: Admission, batch: Batch, max_num_seqs: int = MAX_NUM_SEQS,
+        self, wiring: Wiring, admission: Admission, scheduler: Scheduler, max_num_seqs: int = MAX_NUM_SEQS,
         load_drafter: Callable[[], Drafter] | None = None, make_feed: MakeFeed | None = None,
         keep: Callable[[bool], None] = lambda at_once: None,
     ) -> None:  # fmt: skip
@@ -75,18 +77,18 @@ class DraftLoop:
         self._short_window = wiring.window
         self._tasks = RankTasks(0, wiring)
         self._admission = admission
-        self._batch = batch
-        self._batch.time_forward = lambda load: self._tasks.recorder.drafting(load)
-        self._batch.awaits_drafter = load_drafter is not None
+        self._scheduler = scheduler
+        scheduler.draft_rounds.time_forward = lambda load: self._tasks.recorder.drafting(load)
+        scheduler.resources.awaits_drafter = load_drafter is not None
         self._late_drafter = None if load_drafter is None else _in_a_thread(load_drafter)
         self._max_num_seqs = max_num_seqs
         self._keep = keep
         self._queue = RequestQueue(wiring.scheduler)
         self._publisher = Publisher(self._queue, wiring, self._tasks)
-        self._counters, self._run_counters = Counters(), RunCounters(batch)
-        listeners = self._note, self._run_counters.note, self._counters.note, self._publisher.note
-        self._pool = RequestPool(batch, self._publisher.take, listeners)
-        self._feed = None if make_feed is None else make_feed(self._publisher.text, self._queue.show)
+        self._counters = RunCounters(scheduler)
+        scheduler.listeners += [self._on_record, self._counters.on_record, self._publisher.on_record]
+        text = lambda request: answer_of(request).completion.text  # noqa: E731
+        self._feed = None if make_feed is None else make_feed(text, self._queue.show)
         self._published = 0.0  # when the counters were last published
         self._sessions = 0
         self._stopping = False
@@ -105,21 +107,21 @@ class DraftLoop:
         self._queue.begin_epoch()
         if self._feed is not None:
             self._feed.begin_epoch(self._wiring.scheduler.epoch)
-        self._pool.interrupt()
+        self._scheduler.interrupt()
         journal = self._queue.journal()
         guilty = [message for message in journal if message.attempts >= MAX_ATTEMPTS or message.losses >= MAX_LOSSES]
         for message in journal:
             if message in guilty:
                 self._give_up(message)
-            elif message.number not in self._pool.running:  # another process has admitted it
+            elif message.number not in self._scheduler.requests:  # another process has admitted it
                 self._queue.give_out(message)
                 self._admit(message)
         suspected = [message.number for message in journal if message.losses >= SUSPECTED]
         self._suspects = [] if guilty else suspected[::-1]  # those that came last first: without them, all was well
         self._try_next()
         with self._queue.serving():
-            while not self._stopping or self._pool.running:
-                if self._pool.running:
+            while not self._stopping or self._scheduler.requests:
+                if self._scheduler.requests:
                     self._decode()
                 elif (arrived := self._tasks.request(self._queue.wait, POLL_SECONDS)) is not None:
                     if arrived.kind == "stop":
@@ -135,7 +137,7 @@ class DraftLoop:
         On slow links windows are longer, too: between two of them a stage waits for Redis, perhaps over such a link.
         """
         if self._wiring.tunes_passage:
-            self._batch.fill_links(seconds)
+            self._scheduler.controller.fill_links(seconds)
         self._wiring = replace(self._wiring, window=self._short_window * (LONGER if seconds > SLOW_SECONDS else 1))
 
     def remembered(self) -> list[Remembered]:
@@ -145,8 +147,8 @@ class DraftLoop:
     def _give_up(self, message: RankMessage) -> None:
         """End a request that may be why epochs are lost."""
         logger.warning("gives up request %d, which was running when ranks were lost %d times", message.number, message.losses)
-        if message.number in self._pool.running:
-            self._pool.drop(message.number)
+        if message.number in self._scheduler.requests:
+            self._scheduler.drop(message.number)
         recoveries = self._wiring.scheduler.status().recoveries
         cause = f": {recoveries[-1].reason}" if recoveries else ""
         error = f"the cluster has lost ranks {message.losses} times while it answered this request, which may be why{cause}"
@@ -155,15 +157,17 @@ class DraftLoop:
 
     def _try_next(self, passed: int | None = None) -> None:
         """Serve the next suspect alone, or all requests if there is none. ``passed`` is not suspected any more."""
-        self._suspects = [number for number in self._suspects if number in self._pool.running and number != passed]
-        before, self._batch.only = self._batch.only, next(iter(self._suspects), None)
+        self._suspects = [number for number in self._suspects if number in self._scheduler.requests and number != passed]
+        before, self._scheduler.only = self._scheduler.only, next(iter(self._suspects), None)
         self._tried_tokens = 0
-        if before is not None or self._batch.only is not None:
+        if before is not None or self._scheduler.only is not None:
             alone = (
-                "all requests" if self._batch.only is None else f"request {self._batch.only} alone, since ranks were lost for it"
+                "all requests"
+                if self._scheduler.only is None
+                else f"request {self._scheduler.only} alone, since ranks were lost for it"
             )
             logger.info("serves %s", alone)
-            self._wiring.scheduler.try_alone(self._batch.only, passed)
+            self._wiring.scheduler.try_alone(self._scheduler.only, passed)
 
     def _admit(self, message: RankMessage) -> None:
         """Begin a request, or end it with an error."""
@@ -177,26 +181,26 @@ class DraftLoop:
             if is_of_machine(error):
                 raise
             logger.warning("request %d cannot begin", number, exc_info=True)
-            self._publisher.forget(number)
             self._queue.finish(number, ErrorEvent(failure_of(rank_name(0), error), is_fault=True))
 
     def _begin(self, message: RankMessage) -> None:
-        answer, new_sequence = self._admission.admit(message, self._batch)
+        admitted = self._admission.admit(message)
+        answer, asked = admitted.answer, admitted.answer.asked
         if answer.is_complete:
             self._queue.finish(message.number, answer.completed())
             return
-        request = answer.request
-        logger.debug("begins request %d: %d prompt tokens by %s", request.number, len(request.prompt_token_ids), request.method)
-        self._counters.begin(request.number, answer.completion.metrics)
+        request = self._scheduler.prepare(asked, admitted.new_sequence, answer)
+        answer.completion.metrics = request.metrics
+        logger.debug("begins request %d: %d prompt tokens by %s", asked.number, len(asked.prompt_token_ids), asked.method)
         self._publisher.begin(answer, goes_on=bool(message.output_token_ids) or message.attempts > 0)
-        self._pool.open(request, new_sequence)
+        self._scheduler.open(request)
 
     def _decode(self) -> None:
         """Run one session: from a request that finds the pipeline empty until no request is left."""
         self._sessions += 1
         pipeline = (WindowPipeline if self._wiring.window else TaskPipeline)(self._sessions, self._tasks, self._wiring)
-        for _ in decode(self._pool, pipeline, self._follow_queue):
-            continue  # the pool's listeners receive everything
+        for _ in decode(self._scheduler, pipeline, self._follow_queue):
+            continue  # listeners receive everything
         self._stopping |= pipeline.is_stopping or self._queue.is_stopping
         self._publish_counters()
 
@@ -204,31 +208,33 @@ class DraftLoop:
         """Before a timestep, begin requests for which there is room, and end cancelled ones."""
         self._queue.check()
         if self._late_drafter is not None and self._late_drafter.done():
-            self._batch.adopt(self._late_drafter.result())
+            self._scheduler.adopt(self._late_drafter.result())
             self._late_drafter = None
         if time.monotonic() > self._published + _STATS_SECONDS:
             self._publish_counters()
         for number in self._queue.cancelled():
-            self._pool.cancel(number)
-        if (tried := self._batch.only) is not None and (self._tried_tokens >= TRIAL_TOKENS or tried not in self._pool.running):
+            self._scheduler.cancel(number)
+        if (tried := self._scheduler.only) is not None and (
+            self._tried_tokens >= TRIAL_TOKENS or tried not in self._scheduler.requests
+        ):
             self._try_next(passed=tried)
-        room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._pool.running)
+        room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._scheduler.requests)
         for message in self._queue.arrivals(room):
             self._admit(message)
         if self._feed is not None and self._feed.watcher != self._queue.watcher:
-            self._feed.follow(self._queue.watcher, self._pool, self._run_counters.timesteps)
+            self._feed.follow(self._queue.watcher, self._scheduler, self._counters.timesteps)
 
     def _publish_counters(self) -> None:
         self._published = time.monotonic()
-        self._queue.publish_stats(self._run_counters.stats())
+        self._queue.publish_stats(self._counters.stats())
         self._keep(False)
 
-    def _note(self, record: Record) -> None:
+    def _on_record(self, record: Record) -> None:
         """Trace and count this rank's timesteps, and the tokens of a request that is tried."""
         if isinstance(record, Timestep):
-            self._tasks.note(record)
+            self._tasks.on_timestep(record)
             self._wiring.activity.count_timestep()
-        elif isinstance(record, Advanced) and record.number == self._batch.only:
+        elif isinstance(record, Advanced) and record.request.number == self._scheduler.only:
             self._tried_tokens += len(record.verdict.tokens)
 
 

@@ -23,30 +23,30 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import check_sets_of_tokens
 from pipedec.core.stage_message import EMPTY, NO_LOAD, Load, RequestUpdate, StageMessage
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
-from pipedec.device import DeviceEvent, device_of
-from pipedec.engine.admission import Sequences, threads_within
-from pipedec.engine.build import load_drafter, load_stage, new_batch
-from pipedec.engine.counters import Counters, RunCounters
-from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
-from pipedec.engine.loop import (
+from pipedec.decoding import Experience, LaneSizes, Scheduler, TimestepTiming
+from pipedec.decoding.events import (
     Advanced,
     PromptScored,
     Record,
     RequestClosed,
     RequestEnded,
-    RequestPool,
     Timestep,
-    decode,
-    go_together,
+    TimestepLoad,
 )
-from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder, TimestepLoad
+from pipedec.device import DeviceEvent, device_of
+from pipedec.engine.admission import threads_within
+from pipedec.engine.build import load_drafter, load_stage, new_scheduler
+from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
+from pipedec.engine.loop import decode, go_together
+from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
+from pipedec.engine.run_counters import RunCounters
 from pipedec.families import model_config
 from pipedec.messages.stats import RunStats
 from pipedec.model import NewCapture, device_capture
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 
 _IDLE_TIMESTEPS = 16  # in a row are an error
@@ -57,10 +57,10 @@ Prunes = Literal["at once", "with the rows"]
 class LocalAnswer:
     """A request and its result. Lists are in the order of decoding; those of an answer in threads begin at its last pause."""
 
-    request: TokenizedRequest  # with the seed that was chosen for it
+    asked: TokenizedRequest  # with the seed that was chosen for it
     new_sequence: NewSequence
     sequence: Sequence = field(init=False)  # its decode threads
-    metrics: Metrics = field(default_factory=Metrics)
+    metrics: Metrics = field(init=False)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
@@ -69,7 +69,7 @@ class LocalAnswer:
     is_closed: bool = False  # every stage has closed its lane
 
     def begin(self) -> Sequence:
-        """Make a new sequence for the method, which passes accepted tokens to it."""
+        """Make a new sequence for the request, which passes accepted tokens to it."""
         self.sequence = self.new_sequence()
         self.logprobs.clear()
         self.token_ids.clear()
@@ -80,12 +80,12 @@ class LocalPipeline:
     """Runs requests through ``stages``, the workers of stages 1..n of ``spec``. Cached prefixes outlast a run.
 
     Args:
-        batch: with a KV manager of the stages' slots.
+        scheduler: without requests, with a KV manager of the stages' slots.
         prunes: when a stage prunes by a verdict: ``at once``, before its next step, as with the paper's dispatcher, or ``with
             the rows`` that follow the verdict, as with windows. Only the number of rows per stage depends on it.
     """
 
-    def __init__(self, spec: PipelineSpec, stages: list[StageWorker], batch: Batch, prunes: Prunes = "at once") -> None:
+    def __init__(self, spec: PipelineSpec, stages: list[StageWorker], scheduler: Scheduler, prunes: Prunes = "at once") -> None:
         topology = spec.topology
         if len(stages) != topology.num_stages:
             raise ValueError(f"{len(stages)} stages do not fill a topology of {topology.num_stages}")
@@ -94,15 +94,14 @@ class LocalPipeline:
         self.stages = stages
         self._topology = topology
         self._sequences, self._vocab_size = Sequences(spec.target), model_config(spec.target).vocab_size
-        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(batch.device)))
-        self._batch = batch
-        batch.time_forward = self._recorder.drafting
+        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(scheduler.resources.device)))
+        self.scheduler = scheduler  # observers are its listeners
+        scheduler.draft_rounds.time_forward = self._recorder.drafting
+        scheduler.listeners.append(self._on_record)
         self._emulation = spec.emulation
         if spec.emulation is not None and spec.tunes_passage:
-            batch.fill_links(spec.emulation.ring_latency_seconds)
+            scheduler.controller.fill_links(spec.emulation.ring_latency_seconds)
         self._prunes_at_once = prunes == "at once"
-        self._counters = Counters()
-        self.pool = RequestPool(self._batch, listeners=[self._counters.note, self._note])  # observers are its listeners, too
         self.answers: dict[int, LocalAnswer] = {}  # of the last run, by number; their metrics use the emulated time, if any
         self.emulated_ms: float | None = None  # since the run began, on the emulated devices; None without an emulation
         self.fill: list[list[int]] = []  # of the last run, for each timestep the number of rows in each group
@@ -123,7 +122,7 @@ class LocalPipeline:
         spec = with_measured_memory(spec, device)
         stages = [load_stage(spec, rank, device, capture=capture) for rank in range(1, spec.settings.cut.stages + 1)]
         drafter = load_drafter(spec, device, capture=capture)
-        return cls(spec, stages, new_batch(spec, drafter, device, lane_sizes, experience), prunes)
+        return cls(spec, stages, new_scheduler(spec, drafter, device, lane_sizes, experience), prunes)
 
     def run(self, request: TokenizedRequest) -> Iterator[Verdict]:
         """Decode ``request`` alone and yield every verdict. Raises as ``run_all``, and RequestFailed if it has failed."""
@@ -149,7 +148,7 @@ class LocalPipeline:
         """
         self.answers, self.fill = {}, []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
-        self._counters.now = clock.seconds if clock else time.perf_counter
+        self.scheduler.now = clock.seconds if clock else time.perf_counter
         stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once)
         waiting, timestep = sorted(arrivals.items()), 0
 
@@ -158,10 +157,10 @@ class LocalPipeline:
             timestep += 1
             if timestep in losses:
                 stages.reset()
-                self.pool.interrupt()
+                self.scheduler.interrupt()
             for number in (cancels or {}).get(timestep, ()):
-                self.pool.cancel(number)
-            if waiting and not self.pool.running:
+                self.scheduler.cancel(number)
+            if waiting and not self.scheduler.requests:
                 timestep = max(timestep, waiting[0][0])
             while waiting and waiting[0][0] <= timestep:
                 for request in waiting.pop(0)[1]:
@@ -169,18 +168,18 @@ class LocalPipeline:
 
         try:
             while waiting:
-                for number, verdict in decode(self.pool, stages, admit):
+                for request, verdict in decode(self.scheduler, stages, admit):
                     self.emulated_ms = clock.total_ms if clock else None
-                    yield number, verdict
+                    yield request.number, verdict
         finally:
             for number in self.answers:
-                self.pool.cancel(number)  # of a run that was not finished
-            stages.close(self.pool.entering())
-            self.pool.closed()
+                self.scheduler.cancel(number)  # of a run that was not finished
+            stages.close(self.scheduler.entering())
+            self.scheduler.closed()
 
     def forget_prefixes(self) -> None:
         """Discard the cached prompts and answers, so that the next run finds no prefixes. Call it between runs."""
-        self._batch.forget_prefixes()
+        self.scheduler.forget_prefixes()
 
     @property
     def last(self) -> LocalAnswer:
@@ -192,25 +191,26 @@ class LocalPipeline:
             raise UserError("stop strings need a tokenizer, which LocalPipeline does not have: use stop_token_ids")
         sampling, dialect = request.sampling.seeded(), request.threads
         check_sets_of_tokens(self._vocab_size, logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
-        threads = None if dialect is None else threads_within(dialect, self._batch.kv)
+        threads = None if dialect is None else threads_within(dialect, self.scheduler.kv.capacity)
         request = replace(request, sampling=sampling, threads=threads)
         if sampling.structured_outputs is not None:
             self._sequences.check(sampling.structured_outputs, request.output_token_ids)
         new_sequence = self._sequences.maker(len(request.prompt_token_ids), sampling, threads, request.output_token_ids)
         answer = LocalAnswer(request, new_sequence)
-        self.pool.open(request, answer.begin)
-        self._counters.begin(request.number, answer.metrics)
+        prepared = self.scheduler.prepare(request, answer.begin)
+        answer.metrics = prepared.metrics
         self.answers[request.number] = answer
+        self.scheduler.open(prepared)
 
     def seconds(self) -> float:
         """The time of the present run, on the emulated devices if there are any."""
-        return self._counters.now()
+        return self.scheduler.now()
 
     def stats(self) -> RunStats:
         """The counters of all runs so far."""
-        return RunCounters(self._batch).stats()
+        return RunCounters(self.scheduler).stats()
 
-    def _note(self, record: Record) -> None:
+    def _on_record(self, record: Record) -> None:
         """Keep new tokens of the answers, and the rows of each group."""
         match record:
             case Timestep():
@@ -218,16 +218,16 @@ class LocalPipeline:
                 computed = record.load.computed
                 self.fill.append([computed.get(group[0], NO_LOAD).rows for group in self._topology.groups])
             case Advanced():
-                answer = self.answers[record.number]
+                answer = self.answers[record.request.number]
                 answer.logprobs += map(dict, record.logprobs)
                 answer.token_ids += record.verdict.tokens
             case PromptScored():
-                self.answers[record.number].prompt_logprobs += map(dict, record.logprobs)
+                self.answers[record.request.number].prompt_logprobs += map(dict, record.logprobs)
             case RequestEnded():
-                answer = self.answers[record.number]
+                answer = self.answers[record.request.number]
                 answer.finished, answer.failure = record.reason, record.failure
             case RequestClosed():
-                self.answers[record.number].is_closed = True
+                self.answers[record.request.number].is_closed = True
 
 
 class LocalStages:

@@ -16,16 +16,16 @@ import torch
 from pipedec.core.errors import EpochEnded, PipedecError
 from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
 from pipedec.decoding import TimestepTiming
+from pipedec.decoding.events import TimedSpan, Timestep
 from pipedec.device import HOST, Device, DeviceEvent, HostDevice
 from pipedec.engine.activity import Activity
-from pipedec.engine.admission import Sequences
-from pipedec.engine.loop import Timestep
-from pipedec.engine.recorder import Pacer, Recorder, TimedSpan
+from pipedec.engine.recorder import Pacer, Recorder
 from pipedec.messages.events import Event, OverranEvent, TraceEvents
 from pipedec.plan.emulation import Emulation
 from pipedec.scheduler import RankScheduler
 from pipedec.scheduler.protocol import RankMessage
 from pipedec.scheduler.workflow import Planned, Task
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport
@@ -52,7 +52,7 @@ class Wiring:
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
-class _ReportedRequest(NamedTuple):
+class Report(NamedTuple):
     """A running request whose trace or overruns are reported at its end, and the first of them."""
 
     traced: bool
@@ -69,7 +69,7 @@ class RankTasks:
         self._wiring = wiring
         self._following: RankMessage | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
-        self._reported: dict[int, _ReportedRequest] = {}  # requests with a report at their end
+        self._reports: list[Report] = []  # of running requests
 
     def next(self) -> RankMessage:
         """Wait for the next message, without a deadline: the loss of another rank also arrives as a message. Raises EpochEnded
@@ -118,7 +118,7 @@ class RankTasks:
         spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
         return Timestep(number, entered, results, timing, spans=spans, overran=overran)
 
-    def note(self, timestep: Timestep) -> None:
+    def on_timestep(self, timestep: Timestep) -> None:
         """Trace the spans of a timestep of this rank, and note whether it overran."""
         self._trace(timestep.spans)
         if timestep.overran:
@@ -128,26 +128,26 @@ class RankTasks:
         for span in spans if self._wiring.tracer.enabled else ():
             self._wiring.tracer.add(*span)
 
-    def opened(self, number: int, traced: bool) -> None:
-        """Note that a request begins, or continues after a pause."""
-        if number not in self._reported and (traced or self.recorder.pacer.is_emulating):
-            self._reported[number] = _ReportedRequest(traced, len(self._wiring.tracer.events), len(self._overran))
-            self._wiring.tracer.enabled |= traced
+    def begin_report(self, traced: bool) -> Report | None:
+        """A report on a request whose lane is opened; None if it needs none."""
+        if not (traced or self.recorder.pacer.is_emulating):
+            return None
+        self._reports.append(Report(traced, len(self._wiring.tracer.events), len(self._overran)))
+        self._wiring.tracer.enabled |= traced
+        return self._reports[-1]
 
-    def closed(self, number: int) -> list[Event]:
-        """Note that a request has ended. Returns this rank's report on it: its trace, and the timesteps that overran."""
-        reported = self._reported.pop(number, None)
-        if reported is None:
-            return []
+    def end_report(self, report: Report) -> list[Event]:
+        """This rank's report on a request that has ended: its trace, and the timesteps that overran."""
+        self._reports.remove(report)
         tracer, events = self._wiring.tracer, list[Event]()
-        if reported.traced:
+        if report.traced:
             self.recorder.await_spans()
             self._trace(self.recorder.take_spans())
-            events.append(TraceEvents(tracer.events[reported.first_event :]))
-        if overran := self._overran[reported.first_overran :]:
+            events.append(TraceEvents(tracer.events[report.first_event :]))
+        if overran := self._overran[report.first_overran :]:
             events.append(OverranEvent(overran))
-        tracer.enabled = any(other.traced for other in self._reported.values())
-        if not self._reported:
+        tracer.enabled = any(other.traced for other in self._reports)
+        if not self._reports:
             self._overran.clear()
             tracer.events.clear()
         return events

@@ -19,7 +19,8 @@ from msgspec import structs
 
 from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
 from pipedec.core.verdict import Verdict
-from pipedec.engine.loop import Timestep, go_together
+from pipedec.decoding.events import Timestep
+from pipedec.engine.loop import go_together
 from pipedec.engine.rank_tasks import RankTasks, Wiring
 from pipedec.scheduler.paper import Facts, initial_tasks, post_process, results_of
 from pipedec.scheduler.protocol import SESSION_TRACE, TASKS_TRACE, Granted

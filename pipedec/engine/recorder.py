@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -21,6 +20,7 @@ from zlib import crc32
 from pipedec.config import state_directory
 from pipedec.core.stage_message import NO_LOAD, Load
 from pipedec.decoding import TimestepTiming
+from pipedec.decoding.events import TimedSpan, TimestepLoad
 from pipedec.device import Device, DeviceEvent, HostDevice, PhaseTimes
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.partition import delay_by_sharing_ms, slowest_transfers_ms
@@ -103,17 +103,6 @@ class Pacer:
 def _sleep_until(end: float) -> None:
     if (remaining := end - time.perf_counter()) > 0:
         time.sleep(remaining)
-
-
-@dataclass
-class TimestepLoad:
-    """The work of one timestep."""
-
-    drafted: list[Load] = field(default_factory=list)  # the load of each draft forward
-    computed: dict[int, Load] = field(default_factory=dict)  # by rank
-    sent: dict[int, int] = field(default_factory=dict)  # rows by sender
-    deciding_seconds: float = 0.0  # rank 0's work between two timesteps, for which all stages wait
-    beside_seconds: float = 0.0  # rank 0's work while the stages compute, without draft forwards
 
 
 class EmulatedClock:
@@ -205,15 +194,6 @@ class EmulatedClock:
     def _send_ms(self, rank: int, load: TimestepLoad) -> float:
         timing = self._emulation.timing(rank)
         return timing.send_ms(load.sent[rank]) if timing and rank in load.sent else 0.0
-
-
-class TimedSpan(NamedTuple):
-    """A piece of a rank's work, as traces show it. Times are seconds of ``time.perf_counter``."""
-
-    label: str
-    category: str
-    began: float
-    ended: float
 
 
 class _Piece(NamedTuple):

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from pipedec.core.stage_message import EMPTY, Load, StageMessage
-from pipedec.engine.rank_tasks import RankTasks, Wiring
+from pipedec.engine.rank_tasks import RankTasks, Report, Wiring
 from pipedec.messages.events import CacheSlotsEvent, TraceEvents
 from pipedec.messages.stats import StageStats
 from pipedec.scheduler.paper import Facts, post_process, results_of
@@ -36,6 +36,7 @@ class StageLoop:
         self._tasks = RankTasks(rank, wiring)
         self._arrived = EMPTY  # with single tasks: received and not computed
         self._waiting = EMPTY  # with single tasks: computed and not sent
+        self._reports: dict[int, Report] = {}  # on running requests, by number
         self._timesteps = 0
         self._published = 0.0  # when the counters were last published
 
@@ -47,6 +48,7 @@ class StageLoop:
         """
         self._wiring = replace(self._wiring, transport=transport)
         self._tasks = RankTasks(self._rank, self._wiring)
+        self._reports.clear()
         self._worker.reset()
         self._arrived = self._waiting = EMPTY
         while (message := self._tasks.next()).kind != "stop":
@@ -134,8 +136,9 @@ class StageLoop:
     def _advance(self, received: StageMessage, number: int, span: SpanContext) -> StageMessage:
         """Run one timestep. Reports on requests that end are published before the next rank receives its envelope."""
         for update in received.updates:
-            if update.opening is not None:
-                self._tasks.opened(update.number, update.opening.trace)
+            opening = update.opening if update.number not in self._reports else None
+            if opening is not None and (report := self._tasks.begin_report(opening.trace)) is not None:
+                self._reports[update.number] = report
         phases = self._tasks.recorder.phases
         phases.begin("computing")
         reply = self._worker.advance(received, span)
@@ -145,10 +148,11 @@ class StageLoop:
         if (now := time.perf_counter()) > self._published + PUBLISH_SECONDS:
             self._published = now
             self._publish_counters()
-        self._tasks.note(self._tasks.timestep(number))
+        self._tasks.on_timestep(self._tasks.timestep(number))
         for update in received.updates:
             if update.verdict is not None and update.verdict.finished not in (None, "paused"):
-                events = self._tasks.closed(update.number)
+                ending = self._reports.pop(update.number, None)
+                events = [] if ending is None else self._tasks.end_report(ending)
                 if any(isinstance(event, TraceEvents) for event in events):
                     events.append(CacheSlotsEvent(self._rank, self._worker.cache_slots))
                 if events:

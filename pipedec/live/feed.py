@@ -37,8 +37,7 @@ from typing import Any
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Verdict
-from pipedec.engine import loop
-from pipedec.engine.loop import RequestPool
+from pipedec.decoding import Request, Scheduler, events
 from pipedec.live.view import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict
@@ -54,13 +53,13 @@ class LiveFeed:
     Args:
         about: describes the source, for its first frame: ``run`` (its name), ``epoch``, ``stages``, ``groups``, ``target``, …
         text: the text of token ids.
-        answer_text: returns the text of an answer so far, by the number of its request.
+        answer_text: returns the text of an answer so far.
         send: receives frames, in order. It must not wait.
         now_us: returns the time in microseconds.
     """
 
     def __init__(
-        self, about: Mapping[str, Any], text: Text, answer_text: Callable[[int], str], send: Callable[[list[Frame]], None],
+        self, about: Mapping[str, Any], text: Text, answer_text: Callable[[Request], str], send: Callable[[list[Frame]], None],
         now_us: Callable[[], int] = lambda: time.time_ns() // 1000,
     ) -> None:  # fmt: skip
         self.watcher = ""  # names the latest one; empty if there is none
@@ -75,7 +74,7 @@ class LiveFeed:
         self._frames: list[Frame] = []  # after the one of the present timestep
         self._present: Frame | None = None  # the step that is not complete yet
 
-    def follow(self, watcher: str, pool: RequestPool, timestep: int) -> None:
+    def follow(self, watcher: str, scheduler: Scheduler, timestep: int) -> None:
         """``watcher`` begins to watch, or there is none any more. To be called between two timesteps, of which there were
         ``timestep`` so far.
 
@@ -83,16 +82,16 @@ class LiveFeed:
         """
         if self.watcher:
             self._complete()
-            pool.listeners.remove(self.note)
+            scheduler.listeners.remove(self.on_record)
         self.watcher = watcher
         if not watcher:
             self._requests.clear()
             return
-        pool.listeners.append(self.note)
+        scheduler.listeners.append(self.on_record)
         self._timestep = timestep
-        running = pool.opened()
+        running = scheduler.opened()
         for opened in running:
-            self._requests.setdefault(opened.number, _WatchedRequest()).open(opened, is_seen=False)
+            self._requests.setdefault(opened.request.number, _WatchedRequest()).open(opened, is_seen=False)
         self._send([self._run_frame(), *(self._open_frame(opened) for opened in running)])
 
     def begin_epoch(self, epoch: int) -> None:
@@ -103,27 +102,28 @@ class LiveFeed:
             self._frames.append(self._run_frame())
             self._complete()
 
-    def note(self, record: loop.Record) -> None:
+    def on_record(self, record: events.Record) -> None:
         match record:
-            case loop.Timestep():
+            case events.Timestep():
                 self._begin(record)
-            case loop.RequestOpened():
-                self._requests.setdefault(record.number, _WatchedRequest()).open(record)
+            case events.RequestOpened():
+                self._requests.setdefault(record.request.number, _WatchedRequest()).open(record)
                 self._frames.append(self._open_frame(record))
-            case loop.Advanced():
-                self._advance(record.number, record.verdict)
-            case loop.Waits():
-                self._leave(record.number, "paused")
-            case loop.Interrupted():
-                self._leave(record.number, "interrupted")
-            case loop.RequestEnded():
-                self._leave(record.number, record.reason, {"hits": record.hits, "misses": record.misses})
-            case loop.RequestClosed():
-                self._requests.pop(record.number, None)
-            case loop.Drained():
+            case events.Advanced():
+                self._advance(record.request, record.verdict)
+            case events.Waits():
+                self._leave(record.request.number, "paused")
+            case events.Interrupted():
+                self._leave(record.request.number, "interrupted")
+            case events.RequestEnded():
+                metrics = record.request.metrics
+                self._leave(record.request.number, record.reason, {"hits": metrics.hits, "misses": metrics.misses})
+            case events.RequestClosed():
+                self._requests.pop(record.request.number, None)
+            case events.Drained():
                 self._complete()
 
-    def _begin(self, timestep: loop.Timestep) -> None:
+    def _begin(self, timestep: events.Timestep) -> None:
         """Begin a timestep whose rows have entered; its verdicts follow."""
         entered: list[Frame] = []
         for update in timestep.entered.updates:
@@ -143,17 +143,17 @@ class LiveFeed:
         seconds = None if timestep.timing is None else round(1000 * timestep.timing.seconds, 3)
         self._present = self._frame("step", ms=seconds) | {"in": entered, "out": []}
 
-    def _advance(self, number: int, verdict: Verdict) -> None:
-        request = self._requests[number]
+    def _advance(self, of: Request, verdict: Verdict) -> None:
+        request = self._requests[of.number]
         request.is_prefilling = False
         if not verdict.tokens:
             return
         assert self._present is not None
         rows, pruned, is_hit = request.accept(verdict)
-        text = self._answer_text(number)
+        text = self._answer_text(of)
         news, request.num_shown = text[request.num_shown :], len(text)
         request.latest = {
-            "r": number,
+            "r": of.number,
             "tokens": [[token, self._token_text(token), row] for token, row in zip(verdict.tokens, rows, strict=True)],
             "text": news, "hit": is_hit, "late": 0, "pruned": pruned, "end": verdict.finished,
         }  # fmt: skip
@@ -178,9 +178,9 @@ class LiveFeed:
     def _run_frame(self) -> Frame:
         return {"k": "run", "v": VERSION, **self._about, "us": self._now_us()}
 
-    def _open_frame(self, opened: loop.RequestOpened) -> Frame:
-        request, opening, answer = opened.request, opened.opening, self._answer_text(opened.number)
-        self._requests[opened.number].num_shown = len(answer)
+    def _open_frame(self, opened: events.RequestOpened) -> Frame:
+        request, opening, answer = opened.request.asked, opened.opening, self._answer_text(opened.request)
+        self._requests[opened.request.number].num_shown = len(answer)
         prompt = self._text(request.prompt_token_ids[:_PROMPT])[:_PROMPT]
         length, cached = opening.prompt_length, opening.cached
         about = {"r": request.number, "method": request.method, "prompt": prompt, "prompt_tokens": length, "cached": cached}
@@ -208,13 +208,13 @@ class _WatchedRequest:
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
         self._sequence: ThreadSequence | None = None  # of the threads of ``_trees``
 
-    def open(self, opened: loop.RequestOpened, is_seen: bool = True) -> None:
+    def open(self, opened: events.RequestOpened, is_seen: bool = True) -> None:
         """Note a new lane; ``is_seen`` if none of its rows have entered before."""
-        self.has_lane, self.is_prefilling = True, opened.is_prefilling
-        self.has_threads = opened.request.threads is not None
-        self._is_default = opened.request.method == DEFAULT_METHOD
+        self.has_lane, self.is_prefilling = True, not opened.request.has_advanced
+        self.has_threads = opened.request.asked.threads is not None
+        self._is_default = opened.request.asked.method == DEFAULT_METHOD
         self._trees = {} if is_seen else None
-        self._sequence = opened.new_sequence() if is_seen and self.has_threads else None
+        self._sequence = opened.request.new_sequence() if is_seen and self.has_threads else None
 
     def enter(self, step: Step) -> list[_EnteredRow]:
         """Rows enter the first stage."""

@@ -76,9 +76,8 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._token_ids: list[int] = []
-        self._num_emitted = 0  # tokens whose text has been returned
-        self._context = 0  # decoding starts here, a few tokens back, so that spaces between words are right
+        self._token_ids: list[int] = []  # from a few tokens before the next piece on, so that spaces between words are right
+        self._num_emitted = 0  # of these, tokens whose text has been returned
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the text that is now final."""
@@ -90,10 +89,10 @@ class TextStream:
         return self._emit(final=True)
 
     def _emit(self, final: bool) -> str:
-        before = self._decode(self._token_ids[self._context : self._num_emitted])
-        now = self._decode(self._token_ids[self._context :])
+        before = self._decode(self._token_ids[: self._num_emitted])
+        now = self._decode(self._token_ids)
         if now.endswith(_REPLACEMENT) and not final:
             return ""
-        self._context = self._num_emitted
+        del self._token_ids[: self._num_emitted]
         self._num_emitted = len(self._token_ids)
         return now[len(before) :]

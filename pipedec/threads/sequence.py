@@ -254,6 +254,11 @@ class Sequence:
         """For each thread, the number of its leading tokens that a later token may still attend to."""
         return [0 if thread.state is State.ENDED else thread.num_tokens for thread in self.threads]
 
+    @property
+    def num_past(self) -> int:
+        """Maximum cache entries of accepted tokens. The row of the last one may not be among them."""
+        return self.prompt_length + len(self.main.token_ids) - 1
+
     def released(self) -> tuple[int, ...]:
         """Threads whose tokens no later token attends to, so that their cache can be freed (APAR §2.4, early release)."""
         return tuple(number for number, count in enumerate(self.needed()) if count == 0)

@@ -204,6 +204,11 @@ class ThreadedSequence(Sequence):
                     needed[other] = max(needed[other], count)
         return needed
 
+    @property
+    def num_past(self) -> int:
+        pending = sum(thread.pending is not None for thread in self.threads)
+        return self.prompt_length + sum(self.needed()) + pending
+
     def is_control(self, token: int) -> bool:
         return self._grammar.is_control(token)
 

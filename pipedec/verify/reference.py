@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from pipedec.core.sampling import SamplingParams
-from pipedec.engine.admission import Sequences
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.model import load_transformers, rounded
@@ -25,6 +24,7 @@ from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids
 from pipedec.threads import Context, DecodeThread, State
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.threads.sequences import Sequences
 from pipedec.verify.divergence import Divergence, first_difference
 
 Choose = Callable[[list[DecodeThread]], DecodeThread]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipedec.engine.answer import RunningAnswer
 
 from pipedec.client.reply import Reply
 from pipedec.core.errors import UserError
@@ -15,11 +16,10 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
-from pipedec.engine.admission import Sequences
-from pipedec.engine.answer import RunningAnswer
 from pipedec.messages.events import CompletionEvent, LogprobsEvent, ThreadNews
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadedSequence, bind, load_dialect
+from pipedec.threads.sequences import Sequences
 
 TARGET = reference_pair() / "target"
 PROMPT = (20, 21, 22)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pipedec.engine.answer import EarlierOutput, RunningAnswer
 
 from pipedec.client.reply import Delta, Reply
 from pipedec.core.errors import UserError
@@ -17,12 +18,11 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import TokenLogprobs
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
-from pipedec.engine.admission import Sequences
-from pipedec.engine.answer import EarlierOutput, RunningAnswer
 from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import published_token_ids
 from pipedec.text.prompt import Prompter
 from pipedec.threads import load_dialect
+from pipedec.threads.sequences import Sequences
 
 TARGET = reference_pair() / "target"
 SEQUENCES = Sequences(TARGET)

@@ -25,7 +25,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Drafter
 from pipedec.device import HostDevice
-from pipedec.engine.admission import Admission, Sequences
+from pipedec.engine.admission import Admission
 from pipedec.engine.build import load_prompter, resolve
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
@@ -38,6 +38,7 @@ from pipedec.scheduler.protocol import Granted, Post, RankMessage
 from pipedec.scheduler.workflow import Planned
 from pipedec.text.prompt import Prompter
 from pipedec.threads import Dialect
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.tree import Candidates, DraftRows

@@ -16,7 +16,6 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Load, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
 from pipedec.device import DeviceEvent, GpuDevice
-from pipedec.engine.admission import Sequences
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.messages.events import Event, TraceEvents
@@ -24,6 +23,7 @@ from pipedec.messages.stats import StageStats
 from pipedec.scheduler import RankScheduler, Task
 from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.stage import StageWorker
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport import Transport

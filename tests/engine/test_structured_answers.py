@@ -23,12 +23,12 @@ from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import LaneSizes
 from pipedec.directories import reference_pair
-from pipedec.engine.admission import Sequences
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
+from pipedec.threads.sequences import Sequences
 
 SLOW = pytest.mark.slow
 TARGET = reference_pair() / "target"

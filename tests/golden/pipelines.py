@@ -12,7 +12,7 @@ import torch
 
 from pipedec.bench.sweep.pipelines import ModelPair, emulated
 from pipedec.config import paper_cluster
-from pipedec.decoding import Batch, LaneSizes
+from pipedec.decoding import Experience, LaneSizes, Resources, Scheduler
 from pipedec.directories import reference_pair, reference_threads
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
@@ -43,8 +43,8 @@ class Models:
     def pipeline(self, kv: KVManager, lane_sizes: LaneSizes = LaneSizes()) -> LocalPipeline:
         """A pipeline that has learned nothing yet."""
         spec, groups = self.spec, self.spec.topology.num_groups
-        batch = Batch(groups, self._drafter, CPU, spec.trained_masks, spec.knee, kv=kv, lane_sizes=lane_sizes)
-        return LocalPipeline(spec, self.stages, batch)
+        resources = Resources(Experience(groups), self._drafter, CPU, spec.trained_masks)
+        return LocalPipeline(spec, self.stages, Scheduler(resources, kv, spec.knee, lane_sizes))
 
     @cached_property
     def roomy(self) -> LocalPipeline:

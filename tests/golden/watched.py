@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from golden.pipelines import Models
 from pipedec.core.completion import Metrics
 from pipedec.core.request import TokenizedRequest
-from pipedec.engine.loop import Record, Timestep
+from pipedec.decoding.events import Record, Timestep
 
 COUNTERS = ("timesteps", "hits", "misses", "draft_tokens", "cached_tokens", "pauses")
 STATS = ("prompt_rows", "root_rows", "draft_rows", "mask_rows", "drafts", "accepted_tokens", "accepted_per_pos")
@@ -33,7 +33,7 @@ def watched(models: Models, arrivals: Mapping[int, Iterable[TokenizedRequest]]) 
     kv, pruned = models.new_kv(), [stage.pruned_rows for stage in models.stages]
     pipeline = models.pipeline(kv)
     watcher = _Watcher(lambda: kv.used_slots)
-    pipeline.pool.listeners.append(watcher.note)
+    pipeline.scheduler.listeners.append(watcher.note)
     for _ in pipeline.run_all(arrivals):
         continue
     pipeline.forget_prefixes()

@@ -25,7 +25,7 @@ from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.engine.build import load_drafter, load_prompter, load_stage, new_batch, resolve
+from pipedec.engine.build import load_drafter, load_prompter, load_stage, new_scheduler, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
 from pipedec.methods import find_method, make_options
@@ -80,7 +80,7 @@ def _pipeline(spec: PipelineSpec, counted: CountedDevice) -> LocalPipeline:
     stages = [load_stage(spec, rank, DEVICE) for rank in range(1, spec.settings.cut.stages + 1)]
     for rank, stage in enumerate(stages, start=1):
         _attribute(stage, counted, f"stage {rank}")
-    return LocalPipeline(spec, stages, new_batch(spec, load_drafter(spec, DEVICE), DEVICE))
+    return LocalPipeline(spec, stages, new_scheduler(spec, load_drafter(spec, DEVICE), DEVICE))
 
 
 def _attribute(worker: StageWorker, counted: CountedDevice, name: str) -> None:

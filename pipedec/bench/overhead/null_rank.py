@@ -30,7 +30,7 @@ from pipedec.core.stage_message import EMPTY, NewRequest, RequestUpdate, StageMe
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
 from pipedec.directories import reference_pair
-from pipedec.engine.admission import Admission, Sequences
+from pipedec.engine.admission import Admission
 from pipedec.engine.answer import RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
@@ -46,6 +46,7 @@ from pipedec.stage.final import FinalLane
 from pipedec.text.prompt import Prompter
 from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Rendezvous, file_store

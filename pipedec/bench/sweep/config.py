@@ -18,7 +18,8 @@ from pipedec.config.settings import Dispatch
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.decoding import Batch
+from pipedec.decoding import Experience, Resources
+from pipedec.decoding.method import new_method
 from pipedec.flags import Help, check_fields
 from pipedec.methods import (
     METHOD_NAMES,
@@ -83,9 +84,11 @@ class TreeGrid:
         ]
         found: dict[BitaOptions, None] = {}
         for tree in requested:  # with the numbers of masks and candidates that ``bita`` would use
-            batch = Batch(passage=1, trained_masks=trained_masks)
-            batch.open(TokenizedRequest(0, (0,), method=BITA, options=tree), lambda: ThreadSequence(1, (), 1))
-            masks = batch.requests[0].masks
+            request, resources = (
+                TokenizedRequest(0, (0,), method=BITA, options=tree),
+                Resources(Experience(1), trained_masks=trained_masks),
+            )
+            masks = new_method(request, ThreadSequence(1, (), 1), resources).masks
             found[structs.replace(tree, depth=masks.count, children=masks.named)] = None
         return list(found)
 

@@ -1,8 +1,7 @@
-"""A running request on rank 0: the answer so far, and how much of it has been published to the client.
+"""The output of an answer in several threads: its text in document order, and news of each thread.
 
-Knows no decoding method. Nothing is published twice: neither the tokens that a resumed request brings along, nor those that an
-answer in threads repeats after a pause. A rank 0 that takes over an answer from another process publishes its text once more; the
-client drops what it already has.
+Tokens of different threads are accepted in any order; they become text once nothing can precede them. After a pause such an
+answer is decoded again from its first token, with the same tokens but in another order; nothing is published twice.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ from dataclasses import asdict, dataclass
 
 from msgspec.structs import replace
 
-from pipedec.core.completion import Completion
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import TokenLogprobs
 from pipedec.core.verdict import Verdict
+from pipedec.engine.output import Answer
 from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
 from pipedec.text.stream import TextStream
@@ -39,8 +38,8 @@ class Transcript:
         self._stops = prompter.stops(self._stream, stop) if stop else None
         self._read(sequence.finished)
 
-    def take(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
-        """Add accepted tokens. Returns the verdict, cut at a stop string; and the place of each token, None in a cut thread."""
+    def read(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
+        """Add accepted tokens. Returns the verdict, which a stop string may end, and each token's place; None in a cut thread."""
         places: list[Place | None] = []
         for number, tokens, *_ in verdict.accepted:
             thread = self.sequence.threads[number]
@@ -49,11 +48,7 @@ class Transcript:
                 if not thread.is_cut:
                     self.sequence.accept(number, token)
         count = self._read(verdict.finished)
-        if count is None:
-            return verdict, places
-        if self.sequence.can_fork:  # all accepted tokens are replayed
-            return replace(verdict, finished="stop"), places
-        return Verdict.of(*verdict.tokens[:count], finished="stop"), places
+        return verdict if count is None else replace(verdict, finished="stop"), places
 
     def _read(self, finished: str | None) -> int | None:
         """Read the tokens that have become final. Returns how many were read if a stop string ends the answer with them."""
@@ -105,7 +100,7 @@ class News:
         """Read the answer, which is generated again, from its first token."""
         self._texts.clear()
 
-    def take(self, sequence: Sequence) -> list[ThreadNews]:
+    def read(self, sequence: Sequence) -> list[ThreadNews]:
         """New pieces since the last call."""
         news: list[ThreadNews] = []
         for thread in sequence.threads:
@@ -128,8 +123,8 @@ class EarlierOutput:
     num_tokens: int  # of this part; after an opener, the sequence has one token more, which is forced
 
 
-class RunningAnswer:
-    """A running request: its completion, and the events for its client. Raises UserError if no answer contains its tokens.
+class ThreadedAnswer(Answer):
+    """The answer of a request in several threads. Raises UserError if no answer contains its earlier tokens.
 
     Args:
         brought: the earlier output that the request contains; None if there is none.
@@ -138,83 +133,72 @@ class RunningAnswer:
     """
 
     def __init__(
-        self, request: TokenizedRequest, new_sequence: NewSequence, prompter: Prompter, num_stages: int,
-        show_threads: bool = False, brought: EarlierOutput | None = None, known: EarlierOutput | None = None,
+        self, asked: TokenizedRequest, prompter: Prompter, num_stages: int, new_sequence: NewSequence,
+        brought: EarlierOutput | None = None, known: EarlierOutput | None = None, show_threads: bool = False,
     ) -> None:  # fmt: skip
-        self.request = request
-        self.completion = Completion(request.method, num_stages, len(request.prompt_token_ids), seed=request.sampling.seed)
-        self.completion.metrics.resumed_tokens = len(request.output_token_ids)
-        self.completion.prompt_logprobs = None if request.sampling.prompt_logprobs is None else [None]  # the client adds the rest
+        super().__init__(asked, prompter, num_stages)
         self._new_sequence = new_sequence
         self._prompter = prompter
         self._news = News(prompter) if show_threads else None
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
-        self._num_sampled = len(request.output_token_ids)
+        self._is_new: list[bool] = []  # of each token of the last verdict, whether it had not been accepted before
         self._has_opened = False
-        self._again: Transcript | None = None  # of an answer in threads that is repeated, until it reaches what was published
+        self._again: Transcript | None = None  # of an answer that is repeated, until it reaches what was published
         known = known or brought
         before = self._new_transcript(brought)
-        self._brought = (min(brought.num_tokens, len(before.token_ids)), len(before.text)) if brought is not None else (0, 0)
-        self._transcript = self._new_transcript(known)
-        self._published = self._brought  # published tokens and characters
-        self._new_output(self._transcript)
-        self._published = (0 if known is None else min(known.num_tokens, self._published[0])), self._brought[1]
+        if brought is not None:
+            self._brought = min(brought.num_tokens, len(before.token_ids)), len(before.text)
+        self._transcript = self._reading = self._new_transcript(known)
+        self._complete()
+        self._published = (0 if known is None else min(known.num_tokens, len(self._transcript.token_ids))), self._brought[1]
         if known is not None and not self.is_complete:
             self._start_over()
 
     def _new_transcript(self, earlier: EarlierOutput | None = None) -> Transcript:
         new_sequence = self._new_sequence if earlier is None else earlier.new_sequence
-        return Transcript(new_sequence(), self._prompter, self.request.sampling.stop)
+        return Transcript(new_sequence(), self._prompter, self.asked.sampling.stop)
 
-    @property
-    def is_complete(self) -> bool:
-        return self._transcript.finished is not None
+    def _complete(self) -> None:
+        written = self._transcript
+        self.completion.token_ids, self.completion.text = written.token_ids, written.text
+        self.completion.finish_reason = written.finished
 
-    def opened(self) -> None:
-        """Note that the request begins, or continues after a pause."""
+    def lane_opened(self) -> None:
         if self._has_opened:
             self._start_over()
         self._has_opened = True
 
     def _start_over(self) -> None:
-        """Repeat an answer in threads: its tokens will be the same, but come in another order."""
-        if self._transcript.sequence.can_fork:
-            self._again = self._new_transcript()
+        """Repeat the answer: its tokens will be the same, but come in another order."""
+        self._again = self._new_transcript()
         if self._news is not None:
             self._news.restart()
 
-    def take(self, verdict: Verdict, logprobs: TokenLogprobs = ()) -> tuple[Verdict, list[Event]]:
-        """Add the accepted tokens. Returns the verdict, cut at a stop string, and the events for the client."""
-        transcript = self._again or self._transcript
-        verdict, places = transcript.take(verdict)
+    def cut(self, verdict: Verdict) -> Verdict:
+        transcript = self._reading = self._again or self._transcript
+        verdict, places = transcript.read(verdict)
         if (again := self._again) is not None:
             if again.finished == "cancelled" and len(again.token_ids) < self._published[0]:
-                self._transcript.take(Verdict((), "cancelled"))  # published tokens count
+                self._transcript.read(Verdict((), "cancelled"))  # published tokens count
                 self._again = None
             elif again.finished is not None or len(again.token_ids) >= self._published[0]:
                 self._transcript, self._again = again, None
-        first = self._num_sampled
-        new = [place is not None and place not in self._sampled for place in places]
+        self._is_new = [place is not None and place not in self._sampled for place in places]
         for place in places:
-            if place is not None and place not in self._sampled:
-                self._sampled[place] = self._num_sampled
-                self._num_sampled += 1
-        rows = [list(row) for row, is_new in zip(logprobs, new, strict=False) if is_new]
-        tokens = self._new_output(transcript)
-        return verdict, [LogprobsEvent(rows, first), tokens] if rows else [tokens]
+            if place is not None:
+                self._sampled.setdefault(place, len(self._sampled))
+        self._complete()
+        return verdict
 
-    def _new_output(self, transcript: Transcript) -> TokensEvent:
-        """The tokens and text that the client has not received yet."""
-        (tokens, characters), written, completion = self._published, self._transcript, self.completion
-        index, offset = tokens - self._brought[0], characters - self._brought[1]
-        self._published = len(written.token_ids), len(written.text)
-        completion.token_ids, completion.text, completion.finish_reason = written.token_ids, written.text, written.finished
-        news = None if self._news is None else self._news.take(transcript.sequence)
-        return TokensEvent(written.token_ids[tokens:], written.text[characters:], news, index, offset)
+    def news(self, logprobs: TokenLogprobs = ()) -> list[Event]:
+        rows = [list(row) for row, is_new in zip(logprobs, self._is_new, strict=False) if is_new]
+        scored: list[Event] = [LogprobsEvent(rows, len(self._sampled) - sum(self._is_new))] if rows else []
+        *_, tokens = super().news()
+        assert isinstance(tokens, TokensEvent)
+        return [*scored, replace(tokens, threads=None if self._news is None else self._news.read(self._reading.sequence))]
 
     def completed(self) -> CompletionEvent:
-        """The last event for the client."""
-        return CompletionEvent(self.completion, self._describe_threads() if self._transcript.sequence.can_fork else None)
+        return CompletionEvent(self.completion, self._describe_threads())
 
     def _describe_threads(self) -> list[int]:
         """Add the threads to the completion. Returns the ordinal of each of its tokens among the sampled ones, or NOT_SAMPLED."""
