@@ -149,7 +149,7 @@ class Method(ABC):
         uses_draft = find_method(request.method).draft != "none"
         self.drafter = resources.drafter if uses_draft else None  # the draft model, if it uses one
         self.max_forced = 0 if self.grammar is None else MAX_FORCED  # rows of the longest chain of forced tokens
-        self._depth = 0  # accepted tokens after the root that entered last
+        self._below_root = 0  # accepted tokens after the root that entered last
 
     @property
     @abstractmethod
@@ -225,8 +225,8 @@ class Method(ABC):
         goes_on = self.sequence.threads[self.thread].state is State.RUNNING
         is_hit = goes_on and self.root is None
         hits = num_tokens - 1 + is_hit
-        self.resources.tally.count_accepted(self._depth, hits)
-        self._depth = self._depth + hits if is_hit else 0
+        self.resources.tally.count_accepted(self._below_root, hits)
+        self._below_root = self._below_root + hits if is_hit else 0
         return hits, int(goes_on and not is_hit)
 
     @abstractmethod

@@ -28,10 +28,10 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import EMPTY, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, TimestepTiming
+from pipedec.decoding import Scheduler as Batch, TimestepTiming
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Admission
-from pipedec.engine.answer import RunningAnswer
+from pipedec.engine.output import Answer as RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
@@ -340,7 +340,7 @@ class ScriptedDraftLoop(DraftLoop):
 
     def __init__(self, probe: Probe, client: ClientScheduler, wiring: Wiring) -> None:
         admission = cast(Admission, SimpleNamespace(admit=self._answer))
-        super().__init__(wiring, admission, Batch(wiring.topology.num_groups))
+        super().__init__(wiring, admission, Batch)
         self._client = client
         self._script = ScriptedBatch(probe, wiring.topology.num_groups)
         self._batch = self._pool.batch = cast(Batch, self._script)
