@@ -6,14 +6,13 @@ import random
 
 import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, rows
-from support.simulation import KnowingDrafter
+from support.simulation import KnowingDrafter, scheduler_of
 from support.toy_structures import ToyStructure
 
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch
 from pipedec.decoding.forced import MAX_FORCED
 from pipedec.methods import PROPOSERS, TREE_SHAPES, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
@@ -39,8 +38,8 @@ def counting(said: tuple[int, ...]) -> frozenset[int]:
 def asked(method: str, options: MethodOptions | None, grammar: ToyStructure, drafter: KnowingDrafter | None = None) -> Alone:
     """An answer with a structure whose prompt has entered."""
     request = TokenizedRequest(0, PROMPT, SamplingParams(max_tokens=10_000), method, options)
-    batch = Batch(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
-    return Alone(batch, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
+    scheduler = scheduler_of(2, drafter or ScriptedDrafter({}), trained_masks=2, knee=512)
+    return Alone(scheduler, request, Sequence(len(PROMPT), (), 10_000, grammar))  # type: ignore[arg-type]
 
 
 def stepped(alone: Alone) -> Step | None:

@@ -6,12 +6,13 @@ from functools import partial
 
 import pytest
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
+from support.simulation import begin, scheduler_of, updates
 
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import NO_MASKS
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, RequestState
+from pipedec.decoding import Request
 from pipedec.methods import METHODS, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
 
@@ -126,21 +127,20 @@ def test_the_last_verdict_proposes_and_counts_nothing(name: str, drafter: Script
 
 
 def test_what_a_batch_can_run(drafter: ScriptedDrafter) -> None:
-    def opened(name: str, drafter: ScriptedDrafter | None) -> RequestState:
-        batch, request = Batch(2, drafter), TokenizedRequest(0, PROMPT, method=name)
-        batch.check(request, Sequence(5, (), 10))
-        batch.open(request, partial(Sequence, 5, (), 10))
-        assert batch.propose()[0].opening is not None
-        return batch.requests[0]
+    def opened(name: str, drafter: ScriptedDrafter | None) -> Request:
+        scheduler = scheduler_of(2, drafter)
+        request = begin(scheduler, TokenizedRequest(0, PROMPT, method=name))
+        assert updates(scheduler)[0].opening is not None
+        return request
 
     for count, name in enumerate(("pp", "pipedec", "stpp", "pipedec-bestfirst")):
-        assert opened(name, drafter).masks == NO_MASKS
+        assert opened(name, drafter).method.masks == NO_MASKS
         assert drafter.begun == count, "a method that drafts opens a lane of the draft model; pp does not"
     opened("pipedec-bestfirst", None)
     for name in ("stpp", "pipedec"):
         remedy = "give --draft DIR, or use --method pipedec-bestfirst"
         with pytest.raises(UserError, match=rf"^method {name} needs a draft model: {remedy}$"):
-            Batch(2).check(TokenizedRequest(0, PROMPT, method=name), Sequence(5, (), 10))
+            scheduler_of(2).prepare(TokenizedRequest(0, PROMPT, method=name), partial(Sequence, 5, (), 10))
     with pytest.raises(UserError, match=r"^unknown method 'best': choose one of pp, stpp, pipedec, pipedec-bestfirst, bita$"):
-        Batch(2, drafter).check(TokenizedRequest(0, PROMPT, method="best"), Sequence(5, (), 10))
+        scheduler_of(2, drafter).prepare(TokenizedRequest(0, PROMPT, method="best"), partial(Sequence, 5, (), 10))
     assert drafter.begun == 3, "a check opens nothing"

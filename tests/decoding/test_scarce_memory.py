@@ -1,4 +1,4 @@
-"""A batch with little KV memory, or whose draft model comes late: who waits, who is paused, and where it goes on."""
+"""A scheduler with little KV memory, or whose draft model comes late: who waits, who is paused, and where it goes on."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import random
 from functools import partial
 
 import pytest
-from support.simulation import KnowingDrafter, entered
+from support.simulation import KnowingDrafter, begin, close_lane, entered, judge, scheduler_of, updates
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, RequestState
+from pipedec.decoding import Request, Scheduler
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
@@ -21,126 +21,131 @@ from pipedec.threads import Sequence
 PROMPT = tuple(range(100))
 
 
-def batch(capacity: int, knee: int = 16) -> Batch:
-    return Batch(2, knee=knee, kv=KVManager(capacity, 16))
+def with_memory(capacity: int, knee: int = 16) -> Scheduler:
+    return scheduler_of(2, knee=knee, kv=KVManager(capacity, 16))
 
 
-def arrive(batch: Batch, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
+def paused(scheduler: Scheduler) -> list[int]:
+    """The requests whose lanes are taken before the next timestep."""
+    found = updates(scheduler).items()
+    return [number for number, update in found if update.verdict is not None and update.verdict.finished == "paused"]
+
+
+def arrive(scheduler: Scheduler, number: int, prompt: tuple[int, ...] = PROMPT, max_tokens: int = 20, priority: int = 0) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    batch.open(
-        TokenizedRequest(number, prompt, sampling, "pp", priority=priority), partial(Sequence, len(prompt), (), max_tokens)
+    begin(
+        scheduler,
+        TokenizedRequest(number, prompt, sampling, "pp", priority=priority),
+        partial(Sequence, len(prompt), (), max_tokens),
     )
 
 
 def test_users_who_arrive_together_find_the_prefix_of_the_first() -> None:
     """Each computes only what is its own, once the first one's prompt has entered."""
-    several = batch(4096)
+    several = with_memory(4096)
     for number in range(8):
         arrive(several, number, (*PROMPT, *[200 + number] * 3))
     rows = [entered(several) for _ in range(10)]
     assert rows[:6] == [{0: 16}] * 6
     assert rows[6] == {0: 7, 1: 7, 2: 2}, "the others know what has entered before"
     assert sum(sum(each.values()) for each in rows) == 103 + 7 * 7
-    assert [several.requests[number].cached_tokens for number in range(8)] == [0, *[96] * 7]
+    assert [several.requests[number].metrics.cached_tokens for number in range(8)] == [0, *[96] * 7]
 
 
 def test_who_waits_first_begins_first() -> None:
     """A short request does not overtake a long one that waits for memory, and one of a better priority does."""
-    several = batch(320)
+    several = with_memory(320)
     for number, prompt in enumerate((PROMPT, PROMPT[50:] * 3, (1, 2))):
         arrive(several, number, prompt)
-    assert entered(several) == {0: 16} and several.to_pause() == []
+    assert entered(several) == {0: 16}
     assert entered(several) == {0: 16}
     arrive(several, 3, (7,), priority=-1)
     assert entered(several) == {3: 1, 0: 15}
-    several.close(0)
+    several.cancel(0)
     assert entered(several) == {1: 16}
 
 
 def test_a_request_of_a_better_priority_takes_the_memory_of_the_youngest_of_the_worst() -> None:
-    several = batch(320)
+    several = with_memory(320)
     arrive(several, 0, priority=1)
     arrive(several, 1, PROMPT[::-1], priority=1)
     for _ in range(8):
         entered(several)
     arrive(several, 2, (5,) * 100)
-    assert several.to_pause() == [1]
-    several.pause(1)
-    assert several.to_pause() == []
-    assert 2 in entered(several)
-    several.close(0)
+    found = updates(several)
+    assert found[1].verdict == Verdict((), "paused") and found[2].opening is not None
+    assert paused(several) == []
+    several.cancel(0)
     for _ in range(20):
         assert 1 not in entered(several), "its old lanes are not closed yet"
-    several.closed(1)
-    update = several.propose()[1]
+    close_lane(several, 1)
+    update = updates(several)[1]
     assert update.opening is not None and update.opening.cached == 28, "it finds its own rows"
 
 
 def test_an_answer_goes_on_behind_what_it_has_said() -> None:
-    several = batch(4096)
+    several = with_memory(4096)
     arrive(several, 0, PROMPT[:5])
     assert entered(several) == {0: 5}
     for token in (50, 51, 52):
-        several.apply(0, Verdict.of(token))
+        judge(several, 0, Verdict.of(token))
         assert entered(several) == {0: 1}
-    hits, misses = several.requests[0].hits, several.requests[0].misses
-    several.pause(0)
-    several.apply(0, Verdict.of(60))  # late: void
-    several.closed(0)
-    update = several.propose()[0]
+    hits, misses = several.requests[0].metrics.hits, several.requests[0].metrics.misses
+    several.pause(several.requests[0])
+    assert paused(several) == [0]
+    judge(several, 0, Verdict.of(60))  # late: void
+    close_lane(several, 0)
+    update = updates(several)[0]
     assert update.opening is not None and update.opening.output_token_ids == (50, 51, 52)
     assert update.opening.cached == 7, "it finds its own rows, but for the last token's"
     assert update.step is not None and update.step.token_ids.tolist() == [52]
-    several.apply(0, Verdict.of(53))
-    assert (several.requests[0].hits, several.requests[0].misses) == (hits, misses + 1)
+    judge(several, 0, Verdict.of(53))
+    assert (several.requests[0].metrics.hits, several.requests[0].metrics.misses) == (hits, misses + 1)
 
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
-    few = batch(320)
+    few = with_memory(320)
     arrive(few, 0, max_tokens=219)
     with pytest.raises(UserError, match=r"^the request needs 321 slots of KV cache \(100 for the prompt, 220 for max_"):
         arrive(few, 1, max_tokens=220)
     options = StaticTreeOptions(16, 4, 3)
     request = TokenizedRequest(2, PROMPT, SamplingParams(max_tokens=200), "stpp", options)
     with pytest.raises(UserError, match=r"but there are 320: shorten the prompt, lower max_tokens, or raise --kv-cache-memory$"):
-        Batch(2, object(), kv=KVManager(320)).check(request, Sequence(100, (), 200))  # type: ignore[arg-type]
+        scheduler_of(2, object(), kv=KVManager(320)).prepare(request, partial(Sequence, 100, (), 200))  # type: ignore[arg-type]
 
 
 def test_what_a_structure_forces_needs_memory_too() -> None:
     """Its chain of forced tokens enters with the row above it, or not at all: without room for it, an answer would never end."""
-    one, structure = batch(320), ToyStructure(rule_of(range(50), range(50), seed=0))
+    one, structure = with_memory(320), ToyStructure(rule_of(range(50), range(50), seed=0))
     fits, does_not = (TokenizedRequest(0, PROMPT, SamplingParams(max_tokens=count), "pp") for count in (187, 188))
-    one.check(fits, Sequence(100, (), 187, structure))
-    one.check(does_not, Sequence(100, (), 188))
+    one.prepare(fits, lambda: Sequence(100, (), 187, structure))
+    one.prepare(does_not, lambda: Sequence(100, (), 188))
     with pytest.raises(UserError, match=r"^the request needs 321 slots .* 33 for rows that enter together\), but there are 320"):
-        one.check(does_not, Sequence(100, (), 188, structure))
+        one.prepare(does_not, lambda: Sequence(100, (), 188, structure))
 
 
-def opened(batch: Batch, method: str) -> RequestState:
-    request = TokenizedRequest(
-        0, (1, 2, 3), SamplingParams(max_tokens=9), method, StaticTreeOptions() if method == "stpp" else None
-    )
-    batch.open(request, partial(Sequence, 3, (), 9))
-    return batch.requests[0]
+def opened(scheduler: Scheduler, method: str) -> Request:
+    options = StaticTreeOptions() if method == "stpp" else None
+    return begin(scheduler, TokenizedRequest(0, (1, 2, 3), SamplingParams(max_tokens=9), method, options))
 
 
 def test_methods_do_without_a_draft_model_until_it_comes() -> None:
-    batch = Batch(2)
+    scheduler = scheduler_of(2)
     with pytest.raises(UserError, match="needs a draft model"):
-        opened(batch, "stpp")
-    batch.awaits_drafter = True
-    state = opened(batch, "stpp")
-    assert state.drafter is None
-    batch.adopt(KnowingDrafter(random.Random(0)))
-    assert state.drafter is not None, "it has no lane yet, so nothing is paused"
-    assert batch.to_pause() == []
+        opened(scheduler, "stpp")
+    scheduler.resources.awaits_drafter = True
+    request = opened(scheduler, "stpp")
+    assert request.method.drafter is None
+    scheduler.adopt(KnowingDrafter(random.Random(0)))
+    assert request.method.drafter is not None, "it has no lane yet, so nothing is paused"
+    assert paused(scheduler) == []
 
 
 def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
-    batch = Batch(2)
-    batch.awaits_drafter = True
-    opened(batch, "pipedec-bestfirst")
-    assert batch.propose()[0].opening is not None
-    assert batch.to_pause() == []
-    batch.adopt(KnowingDrafter(random.Random(0)))
-    assert batch.to_pause() == [0] and batch.to_pause() == []
+    scheduler = scheduler_of(2)
+    scheduler.resources.awaits_drafter = True
+    opened(scheduler, "pipedec-bestfirst")
+    assert updates(scheduler)[0].opening is not None
+    assert paused(scheduler) == []
+    scheduler.adopt(KnowingDrafter(random.Random(0)))
+    assert paused(scheduler) == [0] and paused(scheduler) == []

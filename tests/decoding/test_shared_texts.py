@@ -101,7 +101,7 @@ def test_an_answer_that_repeats_an_earlier_one_enters_at_once(method: str, endin
     for token in ANSWER:
         first.apply(Verdict.of(token))
     if ending == "cancelled":
-        first.batch.close(0)
+        first.scheduler.cancel(0)
     else:
         first.apply(Verdict.of(21, finished="stop"))
     assert entered(experience, "a")[:7] == list(ANSWER[3:])

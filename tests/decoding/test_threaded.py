@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 import pytest
 import torch
 from support.drafters import Alone, IdleDrafter
+from support.simulation import scheduler_of
 from support.toy_dialects import END, IDS, ids, sequence_of, toy
 
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted, Verdict
-from pipedec.decoding import Batch
-from pipedec.decoding.request_state import ROWS_OF_SEVERAL_THREADS
+from pipedec.decoding.method import ROWS_OF_SEVERAL_THREADS
 from pipedec.methods import METHODS, applicable_options
 from pipedec.threads import State
 from pipedec.tree import Candidates, DraftRows, forest_of
@@ -59,7 +59,7 @@ class Answer:
         self.forest = forest_of(self.sequence)
         self.draft = draft or Lines()
         request = TokenizedRequest(0, PROMPT, method=method, options=applicable_options(method, tree))
-        self.method = Alone(Batch(2, self.draft, trained_masks=2), request, replayed)
+        self.method = Alone(scheduler_of(2, self.draft, trained_masks=2), request, replayed)
         self.room = max(1 + tree.get("width", 0) * tree.get("depth", 1), ROWS_OF_SEVERAL_THREADS)
         self.past: Counter[int] = Counter()  # by thread: its tokens that are no rows of a tree any more
         self.entered: list[tuple[int, int]] = []  # thread and token of all rows so far

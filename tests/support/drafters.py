@@ -9,9 +9,9 @@ import torch
 from pipedec import threads
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import Step
+from pipedec.core.stage_message import RequestUpdate, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Drafter, Experience
+from pipedec.decoding import Drafter, Experience, Resources, Scheduler
 from pipedec.decoding.controller import Controller
 from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges
 
@@ -82,14 +82,14 @@ class ScriptedDrafter(IdleDrafter):
 
 
 class Alone:
-    """A batch of one request, whose prompt has entered."""
+    """A scheduler of one request, whose prompt has entered."""
 
-    def __init__(self, batch: Batch, request: TokenizedRequest, sequence: threads.Sequence) -> None:
-        self.batch = batch
-        batch.open(request, lambda: sequence)
-        self.method = batch.requests[request.number]
+    def __init__(self, scheduler: Scheduler, request: TokenizedRequest, sequence: threads.Sequence) -> None:
+        self.scheduler = scheduler
+        self.request = scheduler.prepare(request, lambda: sequence)
+        scheduler.open(self.request)
+        self.method = self.request.method
         self.masks = self.method.masks
-        self._number = request.number
         entered: list[int] = []
         while (step := self.propose()) is not None:
             assert set(step.parents.tolist()) == {-1}
@@ -99,29 +99,28 @@ class Alone:
 
     @property
     def hits(self) -> int:
-        return self.method.hits
+        return self.request.metrics.hits
 
     @property
     def misses(self) -> int:
-        return self.method.misses
+        return self.request.metrics.misses
 
     def propose(self) -> Step | None:
-        update = self.batch.propose().get(self._number)
-        return None if update is None else update.step
+        return next((update.step for update in self.scheduler.entering().updates), None)
 
     def draft(self) -> None:
-        self.batch.draft()
+        self.scheduler.draft()
 
     def apply(self, verdict: Verdict) -> None:
-        self.batch.apply(self._number, verdict)
+        self.scheduler.take(RequestUpdate(self.request.number, verdict=verdict), 1)
 
 
 def begun(
     request: TokenizedRequest, drafter: Drafter | None = None, experience: Experience | None = None, trained_masks: int = 0
 ) -> Alone:
     """An answer in one thread whose prompt has entered."""
-    batch = Batch(2, drafter, trained_masks=trained_masks, experience=experience)
-    return Alone(batch, request, threads.Sequence(len(request.prompt_token_ids), (), 10_000))
+    scheduler = Scheduler(Resources(experience or Experience(2), drafter, trained_masks=trained_masks))
+    return Alone(scheduler, request, threads.Sequence(len(request.prompt_token_ids), (), 10_000))
 
 
 def rows(step: Step | None) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""A simulated pipeline for a batch of requests: one stage that remembers what is in the slots of its KV pool, and an end that
+"""A simulated pipeline for a scheduler of requests: one stage that remembers what is in the slots of its KV pool, and an end that
 says what the answers say. Requests come, are cancelled, are paused and end at any timestep.
 """
 
@@ -13,13 +13,15 @@ import torch
 
 from pipedec import threads
 from pipedec.core.errors import UserError
+from pipedec.core.limits import KNEE_ROWS
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Experience, LaneSizes, TimestepTiming
+from pipedec.decoding import Drafter, Experience, LaneSizes, Request, Resources, Scheduler, TimestepTiming
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.threads import NewSequence
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, PredictionTree, RowChanges
 from support.drafters import RARE, IdleDrafter, ScriptedDrafter
@@ -226,33 +228,60 @@ class Lane:
         self.computed = set(advance.renumber(torch.tensor(sorted(self.computed), dtype=torch.int64))[1].tolist())
 
 
-def proposed(batch: Batch) -> dict[int, Step]:
+def updates(scheduler: Scheduler) -> dict[int, RequestUpdate]:
+    """What enters at the next timestep, by request."""
+    return {update.number: update for update in scheduler.entering().updates}
+
+
+def proposed(scheduler: Scheduler) -> dict[int, Step]:
     """The rows that enter at the next timestep."""
-    return {number: update.step for number, update in batch.propose().items() if update.step is not None}
+    return {number: update.step for number, update in updates(scheduler).items() if update.step is not None}
 
 
-def entered(batch: Batch) -> dict[int, int]:
+def entered(scheduler: Scheduler) -> dict[int, int]:
     """By request, the number of rows that enter at the next timestep."""
-    return {number: step.num_rows for number, step in proposed(batch).items()}
+    return {number: step.num_rows for number, step in proposed(scheduler).items()}
+
+
+def scheduler_of(
+    passage: int, drafter: Drafter | None = None, knee: int = KNEE_ROWS, kv: KVManager | None = None,
+    lane_sizes: LaneSizes = LaneSizes(), trained_masks: int = 0, experience: Experience | None = None,
+) -> Scheduler:  # fmt: skip
+    """A scheduler without requests."""
+    resources = Resources(experience or Experience(passage), drafter, trained_masks=trained_masks)
+    return Scheduler(resources, kv, knee, lane_sizes)
+
+
+def begin(scheduler: Scheduler, request: TokenizedRequest, new_sequence: NewSequence | None = None) -> Request:
+    """Let a request begin; its answer is in one thread and has no end token unless ``new_sequence`` is given."""
+    prompt, tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    begun = scheduler.prepare(request, new_sequence or partial(ThreadSequence, prompt, (), tokens))
+    scheduler.open(begun)
+    return begun
+
+
+def judge(scheduler: Scheduler, number: int, verdict: Verdict, timestep: int = 1) -> None:
+    """Let the last stage's verdict arrive."""
+    scheduler.take(RequestUpdate(number, verdict=verdict), timestep)
+
+
+def close_lane(scheduler: Scheduler, number: int, reason: str = "paused") -> None:
+    """Let every stage close a lane."""
+    scheduler.take(RequestUpdate(number, verdict=Verdict((), reason)), 1)
 
 
 @dataclass
 class Running:
-    """A request that has not ended.
-
-    Attributes:
-        closing: timesteps until every stage has closed the lane that was paused; None if none was.
-    """
+    """A request that has not ended."""
 
     request: TokenizedRequest
     answer: list[int]
     rule: Rule | None = None
-    closing: int | None = None
 
 
 @dataclass
 class Simulation:
-    """A batch and its pipeline.
+    """A scheduler and its pipeline.
 
     Attributes:
         kv: None for as much memory as anybody wants.
@@ -261,6 +290,7 @@ class Simulation:
         methods: of the requests.
         has_structures: some answers have one.
         known: share of the answers that the draft model knows.
+        verdicts: those of the last timestep.
     """
 
     seed: int
@@ -275,17 +305,20 @@ class Simulation:
     known: float = 0.6
     groups: int = 0  # drawn unless it is given
     adopts_drafter: bool = False  # a draft model that came late: requests of any age are paused for it
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.chooser = chooser = random.Random(self.seed)
         self.groups = self.groups or chooser.choice((1, 2, 5))
         self.drafter = KnowingDrafter(chooser, self.known)
         self.drafter.adopts = self.kv is not None
-        experience = Experience(self.groups)
-        self.batch = Batch(self.groups, self.drafter, "cpu", MASKS, KNEE, experience, self.kv, self.lane_sizes)
+        self.scheduler = self._new_scheduler(self.drafter)
         self.stage = Stage()
-        self.verdicts: dict[int, Verdict] = {}  # of which the stages have yet to be told
         self.seconds_per_row = chooser.choice((0.0, 0.01, 1.0))
+        self._closing: list[tuple[int, int, str]] = []  # when every stage has closed a lane: timestep, request, reason
+
+    def _new_scheduler(self, drafter: Drafter | None) -> Scheduler:
+        return scheduler_of(self.groups, drafter, KNEE, self.kv, self.lane_sizes, MASKS)
 
     def arrive(self, number: int, lengths: Sequence[int] = (1, 2, 3, 5, 8, 12, 30, 60)) -> None:
         chooser, name = self.chooser, self.chooser.choice(list(self.methods))
@@ -303,7 +336,7 @@ class Simulation:
         self.drafter.answers[number] = answer
         try:
             structure = (lambda: None) if rule is None else partial(ToyStructure, rule)
-            self.batch.open(request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))  # type: ignore[arg-type] # a stand-in
+            begin(self.scheduler, request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))  # type: ignore[arg-type] # a stand-in
         except UserError:
             assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
         else:
@@ -311,84 +344,75 @@ class Simulation:
 
     def timestep(self) -> dict[int, RequestUpdate]:
         self.timesteps += 1
-        self._pause()
-        updates = self.batch.propose()
-        assert set(updates) <= set(self.running)
-        assert all(one.step is None or one.step.num_rows for one in updates.values())
-        rows = sum(one.step.num_rows for one in updates.values() if one.step is not None)
-        assert rows <= KNEE or sum(one.step is not None for one in updates.values()) == 1
-        self._advance(updates)
-        self.batch.draft()
-        self.batch.observe(TimestepTiming(1 + self.seconds_per_row * rows, 0.5, (0.1,)))
-        self._take_results()
-        return updates
-
-    def _pause(self) -> None:
-        for number, one in self.running.items():
-            if one.closing is not None:
-                one.closing -= 1
-                if one.closing == 0:
-                    one.closing = None
-                    self.batch.closed(number)
+        while self._closing and self._closing[0][0] <= self.timesteps:
+            _, number, reason = self._closing.pop(0)
+            close_lane(self.scheduler, number, reason)
         lanes = [self.running[number].request for number in self.stage.lanes if number in self.running]
-        for number in self.batch.to_pause():
-            ages = sorted((request.priority, request.number) for request in lanes)
-            assert self.adopts_drafter or ages[-1] == (self.running[number].request.priority, number)
-            accepted = self.verdicts.get(number, Verdict()).accepted
-            self.verdicts[number] = Verdict(accepted, "paused")
-            self.batch.pause(number)
-            self.running[number].closing = self.groups + 1
+        found = updates(self.scheduler)
+        for number, update in found.items():
+            if update.verdict is not None and update.verdict.finished == "paused":
+                ages = sorted((request.priority, request.number) for request in lanes)
+                assert self.adopts_drafter or ages[-1] == (self.running[number].request.priority, number)
+        entering = {number: update.step for number, update in found.items() if update.step is not None}
+        assert set(entering) <= set(self.running) and all(step.num_rows for step in entering.values())
+        rows = sum(step.num_rows for step in entering.values())
+        assert rows <= KNEE or len(entering) == 1
+        self._advance(found)
+        self.scheduler.draft()
+        self.scheduler.controller.record_timestep(TimestepTiming(1 + self.seconds_per_row * rows, 0.5, (0.1,)))
+        self._take_results()
+        return found
 
     def _advance(self, updates: dict[int, RequestUpdate]) -> None:
         """The stage replays verdicts, opens lanes, and computes rows."""
-        for number, verdict in self.verdicts.items():
-            lane = self.stage.lanes.get(number)
-            if lane is not None:
+        for number, update in updates.items():
+            if (verdict := update.verdict) is None:
+                continue
+            if (lane := self.stage.lanes.get(number)) is not None:
                 lane.replay(verdict)
-                if verdict.finished:
-                    del self.stage.lanes[number]
-        self.verdicts = {}
+            if verdict.finished:
+                self.stage.lanes.pop(number, None)
+                self._closing.append((self.timesteps + self.groups + 1, number, verdict.finished))
         for number, update in updates.items():
             if update.opening is not None:
                 one = self.running[number]
-                assert one.closing is None and number not in self.stage.lanes
+                assert number not in self.stage.lanes and all(number != closing for _, closing, _ in self._closing)
                 self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, one.rule, update.opening)
                 self.cached += update.opening.cached
-            self.stage.lanes[number].extend(update.slots)
+            if number in self.stage.lanes:
+                self.stage.lanes[number].extend(update.slots)
         for number, lane in self.stage.lanes.items():
             lane.enter(updates[number].step if number in updates else None)
         self.stage.check()
 
     def _take_results(self) -> None:
+        self.verdicts = {}
         for number, lane in self.stage.lanes.items():
             verdict, one = lane.verdict(self.groups), self.running.get(number)
             if verdict is None or one is None:
                 continue
-            method = self.batch.requests[number]
-            self.batch.apply(number, verdict)
+            metrics = self.scheduler.requests[number].metrics
+            judge(self.scheduler, number, verdict, self.timesteps)
             self.verdicts[number] = verdict
             if verdict.finished:
-                assert method.hits + method.misses == max(len(one.answer) - 1 - len(one.request.output_token_ids), 0)
+                assert metrics.hits + metrics.misses == max(len(one.answer) - 1 - len(one.request.output_token_ids), 0)
                 self.texts.append((*one.request.prompt_token_ids, *one.answer))
                 del self.running[number]
 
     def lose(self) -> None:
         """The stage loses all lanes and what is in its slots."""
-        self.stage, self.verdicts = Stage(), {}
-        for one in self.running.values():
-            one.closing = None
-        self.batch.interrupt()
+        self.stage = Stage()
+        self._closing.clear()
+        self.scheduler.interrupt()
 
     def draft_late(self) -> None:
-        """From now on the draft model is not loaded yet; for a batch without requests."""
-        self.batch = Batch(self.groups, None, "cpu", MASKS, KNEE, Experience(self.groups), self.kv)
-        self.batch.awaits_drafter = True
+        """From now on the draft model is not loaded yet; for a scheduler without requests."""
+        self.scheduler = self._new_scheduler(None)
+        self.scheduler.resources.awaits_drafter = True
 
     def cancel(self) -> None:
         number = self.chooser.choice(list(self.running))
-        self.batch.close(number)
-        if number in self.stage.lanes:
-            self.verdicts[number] = Verdict(self.verdicts.get(number, Verdict()).accepted, "cancelled")
+        self.scheduler.cancel(number)
         del self.running[number]
 
     def finish(self, timesteps: int = 3000) -> None:

@@ -1,4 +1,4 @@
-"""Many requests in one batch, through a simulated pipeline: they come, are cancelled and end at any timestep."""
+"""Many requests in one scheduler, through a simulated pipeline: they come, are cancelled and end at any timestep."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.drafters import Switch
 from support.examples import examples
-from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, proposed
+from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, begin, judge, proposed, scheduler_of, updates
 
 from pipedec import threads
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Experience, LaneSizes
-from pipedec.decoding.batch import DRAFT_KNEE
+from pipedec.decoding import Experience, LaneSizes
 from pipedec.decoding.budget import RESERVED
+from pipedec.decoding.draft_rounds import DRAFT_KNEE
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, StaticTreeOptions
 
@@ -51,7 +51,7 @@ def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares,
             simulation.arrive(number)
         if number == late:
             simulation.adopts_drafter = True
-            simulation.batch.adopt(simulation.drafter)
+            simulation.scheduler.adopt(simulation.drafter)
         if loses and simulation.chooser.random() < 0.1:
             simulation.lose()
         simulation.timestep()
@@ -59,8 +59,9 @@ def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares,
             simulation.cancel()
     simulation.finish()
     assert simulation.drafter.open_requests == {}
-    assert simulation.batch.propose() == {} and simulation.batch.to_pause() == []
-    simulation.batch.apply(7, Verdict.of(1))  # of a request that is gone: void
+    updates(simulation.scheduler)  # the last verdicts
+    assert updates(simulation.scheduler) == {}
+    judge(simulation.scheduler, 7, Verdict.of(1))  # of a request that is gone: void
     if kv is not None:
         assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
         assert shares or simulation.cached == 0
@@ -92,29 +93,29 @@ def test_speculation_costs_no_timestep_and_saves_some_if_it_is_right(groups: int
     simulation.arrive(0, (60,))
     while not simulation.verdicts:
         simulation.timestep()
-    request, before = simulation.batch.requests[0], simulation.timesteps
+    request, before = simulation.scheduler.requests[0], simulation.timesteps
     simulation.finish()
     if known:
         assert simulation.timesteps - before <= 60 / 2 + groups
     else:
-        assert (simulation.timesteps - before, request.hits) == (59 * groups, 0)
+        assert (simulation.timesteps - before, request.metrics.hits) == (59 * groups, 0)
 
 
 def test_a_draft_forward_serves_all_requests_and_is_bounded() -> None:
     chooser = random.Random(1)
     drafter = KnowingDrafter(chooser)
-    batch = Batch(2, drafter, knee=256)
+    scheduler = scheduler_of(2, drafter, knee=256)
     for number in range(40):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        batch.open(TokenizedRequest(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
-    batch.propose()
-    batch.draft()
+        begin(scheduler, TokenizedRequest(number, (1, 2, 3)), partial(threads.Sequence, 3, (), 30))
+    updates(scheduler)
+    scheduler.draft()
     for number in range(40):
-        batch.apply(number, Verdict.of(drafter.answers[number][0]))
+        judge(scheduler, number, Verdict.of(drafter.answers[number][0]))
     drafter.forwards.clear()
     for _ in range(3):
-        batch.propose()
-        batch.draft()
+        updates(scheduler)
+        scheduler.draft()
     assert drafter.forwards[0] == 40 and len(drafter.forwards) <= 6
     assert max(drafter.forwards) <= DRAFT_KNEE
 
@@ -124,18 +125,19 @@ def test_trees_that_are_drafted_at_once_share_the_draft_model_and_take_turns() -
     """Each is half of what one timestep drafts."""
     chooser = random.Random(1)
     drafter, largest = KnowingDrafter(chooser), StaticTreeOptions(depth=2, rows=256, children=64)
-    batch = Batch(1, drafter, knee=256)
+    scheduler = scheduler_of(1, drafter, knee=256)
     for number in range(9):
         drafter.answers[number] = [chooser.randrange(50) for _ in range(30)]
-        batch.open(TokenizedRequest(number, (1, 2, 3), method="stpp", options=largest), partial(threads.Sequence, 3, (), 30))
-    batch.propose()
-    batch.draft()
+        request = TokenizedRequest(number, (1, 2, 3), method="stpp", options=largest)
+        begin(scheduler, request, partial(threads.Sequence, 3, (), 30))
+    updates(scheduler)
+    scheduler.draft()
     for number in range(9):
-        batch.apply(number, Verdict.of(drafter.answers[number][0]))
+        judge(scheduler, number, Verdict.of(drafter.answers[number][0]))
     found = list[set[int]]()
     for _ in range(3):
-        batch.draft()
-        found.append({claim for claim, state in batch.requests.items() if state.demand().whole})
+        scheduler.draft()
+        found.append({number for number, request in scheduler.requests.items() if request.method.demand().whole})
     assert [len(each) for each in found] == [2, 4, 6] and found[0] < found[1] < found[2]
 
 
@@ -143,23 +145,23 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
     drafter = KnowingDrafter(random.Random(1))
     experience = Experience(1)
     experience.controller = controller = Switch(1)
-    batch = Batch(1, drafter, knee=8, experience=experience)
+    scheduler = scheduler_of(1, drafter, knee=8, experience=experience)
     drafter.answers[0] = list(range(20))
-    batch.open(TokenizedRequest(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
+    begin(scheduler, TokenizedRequest(0, tuple(range(20))), partial(threads.Sequence, 20, (), 20))
     for _ in range(3):
-        batch.propose()
-        batch.draft()
-    batch.apply(0, Verdict.of(0))
-    assert proposed(batch)[0].num_rows == 1
-    batch.draft()
+        updates(scheduler)
+        scheduler.draft()
+    judge(scheduler, 0, Verdict.of(0))
+    assert proposed(scheduler)[0].num_rows == 1
+    scheduler.draft()
     assert drafter.forwards == []
     controller.is_speculating = True
     for rows in (8, 16, 20, 20):
-        batch.draft()
+        scheduler.draft()
         assert len(drafter.prompts[0]) == rows
     assert drafter.forwards[:4] == [0, 0, 0, 1], "rows are drafted behind the whole prompt"
 
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        Batch(1).open(TokenizedRequest(0, (), method="pp"), partial(threads.Sequence, 0, (), 5))
+        begin(scheduler_of(1), TokenizedRequest(0, (), method="pp"))
