@@ -19,7 +19,7 @@ from rich.console import Console
 from pipedec.cli.options import Redis
 from pipedec.cli.show import Interrupts
 from pipedec.client.running import Running
-from pipedec.client.watch import RunWatch, is_away
+from pipedec.client.watch import RunWatch
 from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
@@ -188,4 +188,4 @@ class RunSource:
         except RankLost as error:
             shown.state, shown.note = "ended", "the run was stopped" if status.state == "gone" else str(error)
         else:
-            shown.state, shown.note = "recovering" if is_away(status) else status.state, ""
+            shown.state, shown.note = "recovering" if status.is_recovering else status.state, ""

@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from pipedec.client.reply import Delta, Reply, TokenArrivals
-from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence, is_away
+from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence
 from pipedec.cluster.state import no_such_run
 from pipedec.core.completion import Completion
-from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
+from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
 from pipedec.live.view import Frame
 from pipedec.messages.request import PromptRequest
@@ -36,8 +36,8 @@ class AsyncReply:
         reply: the answer so far.
     """
 
-    def __init__(self, scheduler: AsyncRedisScheduler, number: int, request: PromptRequest, arrivals: TokenArrivals) -> None:
-        self.reply = Reply(number, self._add, request, arrivals=arrivals)
+    def __init__(self, scheduler: AsyncRedisScheduler, number: int, arrivals: TokenArrivals) -> None:
+        self.reply = Reply(number, self._add, arrivals=arrivals)
         self._scheduler = scheduler
         self._news: Delta | None = None
         self._changed = asyncio.Event()
@@ -213,7 +213,7 @@ class AsyncClient:
         arrivals = TokenArrivals()  # the clock starts before the request is sent
         request = request.seeded()
         number = await self._queue(request)
-        reply = self._open[number] = AsyncReply(self.scheduler, number, request, arrivals)
+        reply = self._open[number] = AsyncReply(self.scheduler, number, arrivals)
         if self.failure is not None:
             reply.end(self.failure)
         elif self._is_reading:
@@ -230,10 +230,6 @@ class AsyncClient:
             except (QueueFull, SchedulerBusy):
                 raise
             except SchedulerLost as error:
-                await self._bear(error)
-            except UserError as error:
-                if (await self.scheduler.status()).state != "gone":
-                    raise
                 await self._bear(error)
 
     async def _give_up(self, number: int) -> None:
@@ -275,7 +271,7 @@ class AsyncClient:
     async def _look(self) -> None:
         status = self.last_status = await self.scheduler.status()
         self._run.check(status)
-        if self.scheduler.lease is not None and self.scheduler.lease.has_lapsed() and not self._run.is_forgotten(status):
+        if self.scheduler.lease is not None and self.scheduler.lease.has_lapsed():
             suspended = "this process did not run for some seconds, and the cluster has cancelled its requests"
             while self._open:
                 number, reply = self._open.popitem()
@@ -283,18 +279,11 @@ class AsyncClient:
                 self._begin(self._until_lost(self._give_up(number)))
         replies = [reply.reply for reply in self._open.values()]
         for one in replies:
-            one.run_recovers(is_away(status))
-        for lost in self._run.lost(status, replies):
-            reply = self._open.pop(lost.number)
-            assert lost.request is not None
-            await self._give_up(lost.number)
-            lost.submitted_again(await self._queue(lost.request))
-            self._open[lost.number] = reply
-            await self.scheduler.wake()
-        check_silence(status, [reply.reply for reply in self._open.values()], SILENCE_SECONDS)
+            one.run_recovers(status.is_recovering)
+        check_silence(status, replies, SILENCE_SECONDS)
 
     async def _bear(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
+        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
         self._check()
         self._run.outage(error)
         for reply in self._open.values():

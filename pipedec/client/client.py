@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from pipedec.client.reply import Delta, OnDelta, Reply, TokenArrivals
-from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence, is_away
+from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
 from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
@@ -141,7 +141,7 @@ class Client:
         arrivals = TokenArrivals()  # the clock starts before the request is sent
         request = request.seeded()
         number = self._submit(request)
-        reply = self._open[number] = Reply(number, _calling(on_text, on_threads, on_pause), request, arrivals=arrivals)
+        reply = self._open[number] = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
         return reply
 
     def read(self, timeout_seconds: float | None = None) -> list[Reply]:
@@ -208,10 +208,6 @@ class Client:
                 raise
             except SchedulerLost as error:
                 self._bear(error)
-            except UserError as error:
-                if self._scheduler.status().state != "gone":
-                    raise
-                self._bear(error)
 
     def _look(self) -> None:
         """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
@@ -220,21 +216,14 @@ class Client:
             status = self._scheduler.status()
             self._watch.check(status)
             for reply in self._open.values():
-                reply.run_recovers(is_away(status))
-            for reply in self._watch.lost(status, list(self._open.values())):
-                assert reply.request is not None
-                del self._open[reply.number]
-                self._scheduler.cancel(reply.number)
-                self._scheduler.close_answer(reply.number)
-                reply.submitted_again(self._submit(reply.request))
-                self._open[reply.number] = reply
+                reply.run_recovers(status.is_recovering)
             check_silence(status, self._open.values(), self._silence_seconds)
         except SchedulerLost as error:
             self._bear(error)
         self._looked = time.monotonic()
 
     def _bear(self, error: PipedecError) -> None:
-        """Redis, or the run in it, is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
+        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
         self._check()
         self._watch.outage(error)
         for reply in self._open.values():

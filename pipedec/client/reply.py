@@ -31,7 +31,6 @@ from pipedec.messages.events import (
     TokensEvent,
     TraceEvents,
 )
-from pipedec.messages.request import PromptRequest
 from pipedec.tracing import TraceEvent
 
 
@@ -104,7 +103,6 @@ class Reply:
 
     Attributes:
         number: of the request.
-        request: as it was submitted; None if it never was.
         on_delta: receives the delta of every event.
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; else None.
@@ -117,7 +115,6 @@ class Reply:
 
     number: int
     on_delta: OnDelta = lambda delta: None
-    request: PromptRequest | None = None
     completion: Completion | None = None
     error: PipedecError | None = None
     trace: list[TraceEvent] = field(default_factory=list)
@@ -184,10 +181,6 @@ class Reply:
                 raise RankLost(text)
             case ErrorEvent(message, is_fault):
                 self.error = RequestFailed(message) if is_fault else UserError(message)
-
-    def submitted_again(self, number: int) -> None:
-        """Redis has lost the request, which now has another number. Repeated parts of its answer are not reported again."""
-        self.number, self.position, self.waits = number, "0", False
 
     def run_recovers(self, recovers: bool) -> None:
         """Record the state of the run: whether it has lost ranks, or Redis, and will continue."""

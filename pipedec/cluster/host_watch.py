@@ -109,7 +109,7 @@ class HostWatch:
         if look.state == "stopping" or (look.epoch is None and ended and not any(ended.values())):
             return ended.keys() != self._processes.pids.keys()
         if look.epoch is None:
-            return self._wait_for(SchedulerLost("Redis lost the run: its keys were deleted"))
+            return self._wait_for(self._scheduler.lost_run())
         now = time.monotonic()
         if self._outage is not None or now - began > _SLOW_SECONDS:  # all ranks waited for Redis, too
             self._grace_until = now + _GRACE_SECONDS
@@ -130,7 +130,7 @@ class HostWatch:
         return True
 
     def _wait_for(self, error: SchedulerLost) -> bool:
-        """Wait for Redis, or for the run's return to it. Raises ``error`` after ``OUTAGE_SECONDS``."""
+        """Wait for Redis, or for a rank to report that the run is not in it. Raises ``error`` after ``OUTAGE_SECONDS``."""
         now = time.monotonic()
         if self._outage is None:
             logger.warning("waits up to %.0f s for Redis: %s", OUTAGE_SECONDS, error)

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -129,7 +128,7 @@ class LeaseKeeper:
             if self._place.recovers:
                 is_known = self._scheduler.current_epoch() is not None
                 if self._is_up and not is_known:  # which makes an end of the epoch, too
-                    raise EpochEnded("Redis lost the run: its keys were deleted")
+                    raise EpochEnded(str(self._scheduler.lost_run()))
                 self._is_up |= is_known
             self._trouble = None
             if failure := self._scheduler.failure():
@@ -179,10 +178,10 @@ class LeaseKeeper:
         os._exit(status)
 
 
-def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore: Callable[[], None]) -> int:
-    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost. Calls
-    ``restore`` when Redis has lost the run, for rank 0 to write it back. Raises RankLost if the run has failed, another process
-    has taken this rank's place, or there is no next epoch in time, which aborts the run.
+def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError) -> int:
+    """Wait for the epoch after the one of ``scheduler``, which ``error`` has ended or will; begin it if no rank was lost. Raises
+    RankLost if the run has failed, another process has taken this rank's place, Redis has lost the run, or there is no next epoch
+    in time. The last two abort the run.
     """
     with suppress(EpochEnded, SchedulerLost):
         scheduler.suspect(rank, str(error))
@@ -195,8 +194,10 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
                 raise RankLost(failure)
             epoch = scheduler.current_epoch()
             if epoch is None:
-                restore()
-            elif epoch == scheduler.epoch:
+                message = str(scheduler.lost_run())
+                scheduler.enter(0)  # that of a run that is not stored: readers of answers shall see why this one has ended
+                break
+            if epoch == scheduler.epoch:
                 epoch = scheduler.recover([], str(error), counts=not is_outage) if now > began + patience else None
             if epoch is not None:
                 recoveries = [recovery for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch]
@@ -207,7 +208,8 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError, restore
             error = trouble
         time.sleep(_POLL_SECONDS)
         now = time.monotonic()
-    message = f"{error}; the run did not recover within {RECOVERY_SECONDS:.0f} s"
+    else:
+        message = f"{error}; the run did not recover within {RECOVERY_SECONDS:.0f} s"
     with suppress(PipedecError):
         scheduler.abort(rank, message)
     raise RankLost(message)

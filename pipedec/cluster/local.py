@@ -69,7 +69,7 @@ class LocalCluster(Supervisor):
     def _start(self, progress: StartProgress | None) -> None:
         super()._start(progress)
         settings, scheduler = self.spec.settings.cluster, self.address.scheduler(SupervisorScheduler, self.topology)
-        keep_redis = self._server.revive if self._server is not None else None
+        keep_redis = self._server.keep if self._server is not None else None
         host = WatchedHost(_NODE, self._processes, self._start_rank, keep_redis, lambda recovery: self.on_recovery(recovery))
         watch = HostWatch(scheduler, host, settings, timestep_ms=self.spec.emulation.timestep_ms if self.spec.emulation else 0.0)
         self._watching = _WatchThread(scheduler, watch, self._processes, settings.log_level)

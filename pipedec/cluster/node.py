@@ -232,7 +232,7 @@ class Node:
             case "watch":
                 assert self._run is not None
                 self._run.digests = order["digests"]
-                self._watch = self._run.watch(self._server.revive if self._server is not None else None)
+                self._watch = self._run.watch(self._server.keep if self._server is not None else None)
                 self._watch.turn()  # publishes which ranks are here
                 self._is_on_its_own.set()
                 self._say("watching")

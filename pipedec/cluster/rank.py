@@ -41,7 +41,7 @@ from pipedec.engine.stage_loop import StageLoop
 from pipedec.families import model_config
 from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed
-from pipedec.messages.run import Choice, LinkSpeed, RankDescription, RunDescription
+from pipedec.messages.run import Choice, LinkSpeed, RankDescription
 from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.spec import PipelineSpec
@@ -55,7 +55,6 @@ from pipedec.transport.torch_distributed import TorchTransport
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN_REQUESTS = 100_000  # more than can have arrived since rank 0 last read the queue
 _SURVIVED = (RankLost, EpochEnded, SchedulerLost)  # end an epoch, but not this process
 _LARGE_OFFSET_US = 1_000_000
 
@@ -103,8 +102,6 @@ class Rank:
         self._cold: StageWorker | DraftModel | None = None  # loaded, and not warmed up yet
         self._has_served = False
         self._apart: float | None = None  # since when it has been separated from the others; monotonic
-        self._opened: RunDescription | None = None  # by rank 0
-        self._submitted = 0  # requests, when it was
 
     def serve(self) -> None:
         """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
@@ -165,11 +162,10 @@ class Rank:
         self._meeting.loaded(description)
         if self._place.rank == 0:  # declares the run up when all ranks can serve
             ranks = self._meeting.wait_for_all()
-            self._opened = self._spec.description(ranks, met.digests)
+            run = self._spec.description(ranks, met.digests)
             assert isinstance(loop, DraftLoop)
-            loop.set_ring_latency(self._opened.ring_latency_seconds)
-            self._scheduler.open(self._opened, self._spec.duplex, self._place.recovers)
-            self._submitted = self._scheduler.status().submitted
+            loop.set_ring_latency(run.ring_latency_seconds)
+            self._scheduler.open(run, self._spec.duplex, self._place.recovers)
             logger.info("all %d ranks can serve: the run takes requests", len(ranks))
             self._report("ready", 1, 1)
         self._has_served, self._apart = True, None
@@ -304,15 +300,8 @@ class Rank:
         if not self._place.survives:
             raise RankLost(f"left with the other ranks: {error}")
         self._transport.close()
-
-        def restore() -> None:
-            if isinstance(self._loop, DraftLoop) and self._opened is not None:  # this is rank 0, which has a copy of the run
-                remembered = self._loop.remembered()
-                number = max([self._submitted, *(one.number for one in remembered)]) + _UNKNOWN_REQUESTS
-                self._scheduler.restore(self._opened, self._spec.duplex, number, remembered)
-
         while True:
-            epoch = next_epoch(self._scheduler, self._place.rank, error, restore)
+            epoch = next_epoch(self._scheduler, self._place.rank, error)
             with suppress(*_SURVIVED):  # it has ended before this rank could enter it
                 self._lease.enter(epoch)
                 logger.info("takes part in epoch %d", epoch)

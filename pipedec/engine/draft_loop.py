@@ -26,7 +26,7 @@ from pipedec.engine.request_queue import Frame, RequestQueue
 from pipedec.engine.run_counters import RunCounters
 from pipedec.faults import failure_of, is_of_machine
 from pipedec.messages.events import ErrorEvent
-from pipedec.scheduler.protocol import RankMessage, Remembered
+from pipedec.scheduler.protocol import RankMessage
 from pipedec.topology import rank_name
 from pipedec.transport import Transport
 
@@ -114,7 +114,6 @@ class DraftLoop:
             if message in guilty:
                 self._give_up(message)
             elif message.number not in self._scheduler.requests:  # another process has admitted it
-                self._queue.give_out(message)
                 self._admit(message)
         suspected = [message.number for message in journal if message.losses >= SUSPECTED]
         self._suspects = [] if guilty else suspected[::-1]  # those that came last first: without them, all was well
@@ -139,10 +138,6 @@ class DraftLoop:
         if self._wiring.tunes_passage:
             self._scheduler.controller.fill_links(seconds)
         self._wiring = replace(self._wiring, window=self._short_window * (LONGER if seconds > SLOW_SECONDS else 1))
-
-    def remembered(self) -> list[Remembered]:
-        """The running requests and what was published of them, to restore a Redis that has lost its data."""
-        return self._queue.remembered()
 
     def _give_up(self, message: RankMessage) -> None:
         """End a request that may be why epochs are lost."""

@@ -15,13 +15,11 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from msgspec.structs import replace
-
 from pipedec.core.errors import PipedecError, SchedulerLost
-from pipedec.messages.events import CancelledEvent, ErrorEvent, Event, LogprobsEvent, PromptLogprobsEvent, ThreadNews, TokensEvent
+from pipedec.messages.events import CancelledEvent, ErrorEvent, Event
 from pipedec.messages.stats import RunStats
 from pipedec.scheduler import RankScheduler
-from pipedec.scheduler.protocol import Post, RankMessage, Remembered
+from pipedec.scheduler.protocol import Post, RankMessage
 
 Frame = dict[str, Any]  # of the live feed: a JSON object
 
@@ -32,50 +30,6 @@ _SHOW_SECONDS = 0.1  # between two batches of frames of the live feed
 _FRAMES = 1000  # timesteps whose frames may wait
 _REFUSED_AT_ONCE = 1000
 _END = None  # among the posts: the thread must end
-_Rows = list[list[tuple[int, float]]]
-
-
-class PublishedOutput:
-    """Published events of one request, merged, to restore a Redis that has lost its data: readers drop known ones by index."""
-
-    def __init__(self, message: RankMessage) -> None:
-        self._message = message
-        self._token_ids: list[int] = list(message.output_token_ids)
-        self._text: list[str] = []
-        self._first, self._length = 0, 0  # where the text begins, and its length, in characters
-        self._threads: dict[tuple[int, ...], ThreadNews] = {}
-        self._logprobs: _Rows = []
-        self._first_logprob: int | None = None
-        self._prompt_logprobs: _Rows = []
-
-    def note(self, event: Event) -> None:
-        """Record an event that is published, perhaps for the second time. Readers need no other event for the rest."""
-        match event:
-            case TokensEvent(token_ids, text, threads, index, offset):
-                self._token_ids[index:] = token_ids
-                if not self._text:
-                    self._first = offset
-                elif offset < self._first + self._length:
-                    self._text = ["".join(self._text)[: max(offset - self._first, 0)]]
-                self._text.append(text)
-                self._length = offset + len(text) - self._first
-                for news in threads or ():
-                    known = self._threads.get(news.path, replace(news, text=""))
-                    merged = known.text[: news.offset - known.offset] + news.text
-                    self._threads[news.path] = replace(news, text=merged, offset=known.offset)
-            case LogprobsEvent(logprobs, index):
-                self._first_logprob = index if self._first_logprob is None else self._first_logprob
-                self._logprobs[index - self._first_logprob :] = logprobs
-            case PromptLogprobsEvent(logprobs, index):
-                self._prompt_logprobs[index:] = logprobs
-
-    def remembered(self) -> Remembered:
-        """The request and its merged events."""
-        tokens = TokensEvent(list(self._token_ids), "".join(self._text), list(self._threads.values()) or None, 0, self._first)
-        logprobs = [LogprobsEvent(self._logprobs, self._first_logprob)] if self._first_logprob is not None else []
-        prompt = [PromptLogprobsEvent(self._prompt_logprobs)] if self._prompt_logprobs else []
-        outputs = [tokens] if self._token_ids or tokens.threads else []
-        return Remembered(self._message.number, self._message.text, (*prompt, *logprobs, *outputs))
 
 
 class RequestQueue:
@@ -93,8 +47,6 @@ class RequestQueue:
         self._scheduler = scheduler
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
         self._unsent: list[Post] = []  # taken from the posts; perhaps published
-        self._running: dict[int, PublishedOutput] = {}  # given out
-        self._ending: dict[int, PublishedOutput] = {}  # whose last events may not be published yet
         self._stats: RunStats | None = None  # not published yet
         self._failure: PipedecError | None = None
         self._taking = threading.Lock()  # held by the thread that takes requests from Redis
@@ -131,26 +83,12 @@ class RequestQueue:
         arrived = {message.number for message in self._arrived}
         return [message for message in self._scheduler.journal() if message.number not in arrived]
 
-    def give_out(self, message: RankMessage) -> None:
-        """Note that the pipeline begins a request."""
-        self._running[message.number] = PublishedOutput(message)
-
-    def remembered(self) -> list[Remembered]:
-        """The running requests and what was published of them, to restore a Redis that has lost its data."""
-        given_out = [output.remembered() for output in [*self._running.values(), *self._ending.values()]]
-        return given_out + [Remembered(message.number, message.text, ()) for message in self._arrived]
-
     def put(self, number: int, *events: Event) -> None:
         """Publish events of a running request soon, in the order of the calls for each request."""
-        if (output := self._running.get(number)) is not None:
-            for event in events:
-                output.note(event)
         self._posts.put(Post(number, events))
 
     def finish(self, number: int, *events: Event) -> None:
         """Publish the last events of a running request soon. They end it."""
-        if (output := self._running.pop(number, None)) is not None:
-            self._ending[number] = output
         self._posts.put(Post(number, events, ends=True))
 
     def publish_stats(self, stats: RunStats) -> None:
@@ -167,8 +105,6 @@ class RequestQueue:
         with self._changing:
             arrived, self._arrived = self._arrived[:limit], self._arrived[limit:]
             self._limit = limit - len(arrived)
-        for message in arrived:
-            self.give_out(message)
         return arrived
 
     def check(self) -> None:
@@ -188,8 +124,6 @@ class RequestQueue:
         self.check()
         with self._taking:
             message = self._arrived.pop(0) if self._arrived else self._scheduler.wait_request(timeout_seconds)
-        if message is not None and message.kind == "request":
-            self.give_out(message)
         self.is_stopping |= message is not None and message.kind == "stop"
         return message
 
@@ -236,9 +170,6 @@ class RequestQueue:
 
     def _publish_unsent(self, stats: RunStats | None = None) -> None:
         self._scheduler.publish_all(self._unsent, stats)
-        for post in self._unsent:
-            if post.ends:
-                self._ending.pop(post.number, None)
         self._unsent = []
 
     def _take_posts(self, timeout_seconds: float) -> bool:

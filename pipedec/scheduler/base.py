@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import redis
 from msgspec import structs
 
+from pipedec.core.errors import SchedulerLost
 from pipedec.messages.events import Event
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import ActivityReport
-from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, patiently, translated_errors
+from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, lost_run, patiently, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.scheduler.scripts import KEY_SECONDS, events_read, look_call, script_text, status_of
@@ -97,6 +98,10 @@ class BaseScheduler:
         """The message of the first abort, or None."""
         text: Any = self._ask(lambda: self.client.hget(self.keys.run, "failure"))
         return text.decode() if text is not None else None
+
+    def lost_run(self) -> SchedulerLost:
+        """The error if Redis no longer has the run."""
+        return lost_run(self._address)
 
     def status(self) -> RunStatus:
         """The state of the run, with everything that a waiting client needs, in one round trip."""

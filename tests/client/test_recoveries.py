@@ -1,4 +1,4 @@
-"""What a client makes of a run that loses ranks, or of a Redis that is away or has lost its data: a pause, and nothing twice."""
+"""What a client makes of a run that loses ranks, or of a Redis that is away: a pause, and nothing twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from pipedec.messages.events import (
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.scheduler import RunStatus
-from pipedec.scheduler.protocol import Remembered
 from pipedec.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("redis_client")
@@ -66,16 +65,6 @@ class Recovering(FreshRun):
         if self.times > 0 and self.trouble is not None:
             self.times -= 1
             raise self.trouble
-
-    def lose_data(self, number: int, request: str) -> None:
-        """Redis loses everything; rank 0 writes back one request with its answer so far."""
-        told = tuple(event for _, event in self.read_answer(number, "0", 0))
-        epoch = self.epoch
-        self.clear()
-        self.enter(epoch)
-        self.restore(DESCRIPTION, "full", 100, [Remembered(number, request, told)])
-        self.enter(epoch + 1)
-        self.open(DESCRIPTION, recovers=True)
 
 
 def said(first: int, last: int) -> TokensEvent:
@@ -174,31 +163,17 @@ def test_a_rank_that_nobody_replaces_is_lost() -> None:
 
 
 @pytest.mark.failure_case("R4")
-def test_what_redis_has_lost_is_submitted_again_and_what_was_restored_goes_on(clock: Clock) -> None:
-    scheduler, texts = Recovering(), ["", "", ""]
+def test_readers_of_a_redis_that_has_lost_the_run_learn_what_to_do(clock: Clock) -> None:
+    scheduler = Recovering()
     client = Client(scheduler, lambda: None)
-
-    def hear(index: int, text: str) -> None:
-        texts[index] += text
-
-    replies = [client.submit(REQUEST, lambda text, index=index: hear(index, text)) for index in range(3)]
-    asked = [message.text for message in scheduler.take(2).requests]
-    for number in range(2):
-        scheduler.publish(number, said(0, 3))
+    client.submit(REQUEST)
     client.read(0)
-    scheduler.complete(0, said(3, 10), done())  # its client has not read this when it is lost
-    scheduler.lose_data(1, asked[1])
+    scheduler.clear()
     clock.advance(LOOK_SECONDS)
-    client.read(0)
-    assert [reply.number for reply in replies] == [100, 1, 101]
-    again = scheduler.take(9).requests
-    assert [message.number for message in again] == [100, 101] and again[0].text == asked[0]
-    scheduler.publish(1, said(3, 10), done())
-    for number in (100, 101):
-        scheduler.complete(number, said(0, 10), done())
-    while not all(reply.has_ended for reply in replies):
+    with pytest.raises(RankLost, match=r"or its Redis lost its data \(set appendonly yes there\)$"):
         client.read(0)
-    assert texts == [TEXT] * 3
+    with pytest.raises(UserError, match="the run is not up"):
+        client.submit(REQUEST)
 
 
 @pytest.mark.parametrize("trouble", [SchedulerLost("cannot reach Redis"), SchedulerInterrupted("the connection failed")])

@@ -49,14 +49,10 @@ def attach(server: EmbeddedServer) -> Callable[[], WholeScheduler]:
     return lambda: WholeScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
 
 
-def no_restore() -> None:
-    raise AssertionError("Redis has lost nothing")
-
-
 def test_a_rank_waits_for_the_epoch_that_a_supervisor_begins(attach: Callable[[], WholeScheduler]) -> None:
     rank, supervisor = attach(), attach()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(next_epoch, rank, 1, RankLost("rank 1 could not receive from rank 0"), no_restore)
+        waiting = threads.submit(next_epoch, rank, 1, RankLost("rank 1 could not receive from rank 0"))
         assert wait_until(lambda: supervisor.supervise("local").suspects == {1: "rank 1 could not receive from rank 0"}, 60)
         supervisor.recover([0], "rank 0 was killed")
         assert waiting.result(60) == 1
@@ -68,7 +64,7 @@ def test_a_rank_begins_the_epoch_itself_if_nobody_has_died(attach: Callable[[], 
     ranks = [attach() for _ in TOPOLOGY.ranks]
     with ThreadPoolExecutor(3) as threads:
         broken = RankLost("rank 1 could not send to rank 2: Connection reset by peer")
-        waiting = [threads.submit(next_epoch, rank, number, broken, no_restore) for number, rank in enumerate(ranks)]
+        waiting = [threads.submit(next_epoch, rank, number, broken) for number, rank in enumerate(ranks)]
         assert [future.result(60) for future in waiting] == [1, 1, 1], "however many of them try"
     (recovery,) = ranks[0].status().recoveries
     assert recovery.lost == () and recovery.reason == str(broken)
@@ -80,7 +76,7 @@ def test_a_broken_connection_to_redis_begins_the_next_epoch_at_once(
 ) -> None:
     slept = list[float]()
     monkeypatch.setattr(time, "sleep", slept.append)
-    assert next_epoch(attach(), 1, SchedulerInterrupted("cannot reach Redis"), no_restore) == 1
+    assert next_epoch(attach(), 1, SchedulerInterrupted("cannot reach Redis")) == 1
     assert sum(slept) < PATIENCE_SECONDS / 10
 
 
@@ -92,7 +88,7 @@ def test_an_outage_of_redis_is_no_attempt_of_a_running_request(
     rank.submit("running")
     rank.take(1)
     for error, attempts in ((SchedulerInterrupted("cannot reach Redis"), 0), (RankLost("rank 2 sends nothing"), 1)):
-        rank.enter(next_epoch(rank, 1, error, no_restore))
+        rank.enter(next_epoch(rank, 1, error))
         assert [one.attempts for one in rank.journal()] == [attempts]
 
 
@@ -102,22 +98,26 @@ def test_a_run_that_does_not_recover_is_aborted_with_the_cause(
     rank, other, clock = attach(), attach(), Clock(monkeypatch)
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.advance(RECOVERY_SECONDS))  # long before the rank looks again
     with pytest.raises(RankLost, match=rf"^it is gone; the run did not recover within {RECOVERY_SECONDS:.0f} s$"):
-        next_epoch(rank, 1, RankLost("it is gone"), no_restore)
+        next_epoch(rank, 1, RankLost("it is gone"))
     with pytest.raises(RankLost, match="did not recover"):
-        next_epoch(other, 2, RankLost("it is gone, too"), no_restore)
+        next_epoch(other, 2, RankLost("it is gone, too"))
 
 
-def test_redis_that_has_lost_the_run_is_told_it_again(attach: Callable[[], WholeScheduler]) -> None:
-    rank, zero = attach(), attach()
-    zero.client.delete(zero.keys.run)
-    with ThreadPoolExecutor(2) as threads:
-        waiting = threads.submit(next_epoch, rank, 1, EpochEnded("its keys were deleted"), lambda: None)
-        restored = next_epoch(zero, 0, EpochEnded("its keys were deleted"), lambda: _restored(zero))
-        assert waiting.result(60) == restored == 1
+@pytest.mark.failure_case("R4")
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_redis_that_has_lost_the_run_is_given_the_reason_why_it_ends(attach: Callable[[], WholeScheduler], epoch: int) -> None:
+    rank, other = attach(), attach()
+    for one in (rank, other) if epoch else ():
+        one.enter(one.recover([], "the link was cut"))
+    rank.clear()
+    for one in (rank, other):
+        with pytest.raises(RankLost, match=r"has lost the run: .* \(set appendonly yes there\)$"):
+            next_epoch(one, 1, EpochEnded("its keys were deleted"))
+    assert "has lost the run" in (attach_again(rank).status().failure or "")
 
 
-def _restored(zero: WholeScheduler) -> None:
-    zero.restore(DESCRIPTION, "full", 7, [])
+def attach_again(scheduler: WholeScheduler) -> WholeScheduler:
+    return WholeScheduler(scheduler.client, scheduler.run_id, TOPOLOGY)
 
 
 @dataclass

@@ -172,9 +172,9 @@ def test_a_rank_that_is_stopped_is_killed_and_replaced(cluster: LocalCluster, al
     assert recovery.lost == (2,) and recovery.reason.startswith((f"{NAMES[2]} stopped answering", f"{NAMES[2]} kept rank 3"))
 
 
-@pytest.mark.failure_case("R4")
+@pytest.mark.failure_case("R5")
 def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluster, alone: Callable[[str], Facts]) -> None:
-    """Empty: rank 0 writes back what was lost."""
+    """With its data, which that process kept."""
     asked, first = Asked(cluster, 2), redis_of(cluster)
     pids = cluster.pids
     first.kill()
@@ -183,13 +183,19 @@ def test_redis_that_dies_is_started_again_and_answers_go_on(cluster: LocalCluste
 
 
 @pytest.mark.slow
-@pytest.mark.failure_case("R12")
-def test_keys_that_somebody_deletes_are_written_back(cluster: LocalCluster, alone: Callable[[str], Facts]) -> None:
-    asked, pids = Asked(cluster, 3), cluster.pids
-    with connect(cluster.address.redis_url) as client:
-        client.flushall()
-    assert asked.answers() == [alone(kind) for kind in asked.kinds]
-    assert cluster.pids == pids
+@pytest.mark.failure_case("R4", "R12")
+@LEAVES_NOTHING
+def test_a_redis_that_loses_its_data_ends_the_run_in_one_line(pair: Pair) -> None:
+    with LocalCluster(pair.spec(STAGES)) as cluster:
+        asked = Asked(cluster, 2)
+        with connect(cluster.address.redis_url) as client:
+            client.flushall()
+        with pytest.raises(RankLost, match=r"set appendonly yes there\)$"):
+            asked.answers()
+        with pytest.raises(
+            RankLost, match=r"^rank \d.*: Redis at 127\.0\.0\.1:\d+ has lost the run: .* \(set appendonly yes there\)$"
+        ):
+            cluster.wait()
 
 
 @pytest.mark.slow

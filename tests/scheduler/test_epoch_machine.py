@@ -1,5 +1,5 @@
-"""Any sequence of what clients and rank 0 do, of lost ranks and of a Redis that loses the run: no request is
-lost or given out twice in an epoch, and a caller of an ended epoch changes nothing.
+"""Any sequence of what clients and rank 0 do, and of lost ranks: no request is lost or given out twice in an epoch, and a caller
+of an ended epoch changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipedec.config import Settings
 from pipedec.core.errors import EpochEnded
 from pipedec.messages.events import TokensEvent
 from pipedec.messages.run import RunDescription
-from pipedec.scheduler.protocol import RankMessage, Remembered
+from pipedec.scheduler.protocol import RankMessage
 from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology
 
@@ -91,20 +91,6 @@ class Epochs(RuleBasedStateMachine):
         epoch = self.real.current_epoch()
         assert epoch == self.real.epoch + 1
         self.real.enter(epoch)
-
-    @rule()
-    def lose_the_run(self) -> None:
-        """Redis is empty; rank 0 writes back what it remembers. Clients submit again what was waiting, under new numbers."""
-        self._zombie()
-        remembered = [
-            Remembered(number, "{}", (TokensEvent(self.told[number], "x" * len(self.told[number])),))
-            for number in sorted(self.given)
-        ]
-        submitted = self.real.status().submitted
-        self.real.clear()
-        self.real.restore(DESCRIPTION, "full", submitted, remembered)
-        self.told = {number: told for number, told in self.told.items() if number in self.given}
-        self._enter()
 
     @rule(call=st.sampled_from(CALLS))
     def a_zombie_calls(self, call: Callable[[WholeScheduler], object]) -> None:

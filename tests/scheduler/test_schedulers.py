@@ -18,7 +18,6 @@ from pipedec.messages.run import RunDescription
 from pipedec.methods import LayerTreeOptions
 from pipedec.scheduler import Task, read_description
 from pipedec.scheduler.paper import initial_tasks
-from pipedec.scheduler.protocol import Remembered
 from pipedec.scheduler.workflow import Planned
 from pipedec.topology import Topology
 
@@ -400,23 +399,6 @@ def test_a_loss_during_a_trial_is_that_of_the_request_and_those_of_the_guilty_ar
     scheduler.blame(1)
     assert [(one.attempts, one.losses) for one in scheduler.journal()] == [(0, 0)] * 3
     assert [one.request for one in scheduler.status().recoveries] == [1, 1, 1, None]
-
-
-@pytest.mark.failure_case("R4")
-def test_a_run_that_redis_has_lost_is_written_back_once(make_scheduler: MakeScheduler) -> None:
-    scheduler = make_scheduler(TWO)
-    submit_and_take(scheduler)
-    scheduler.publish(0, TokensEvent([5], "a"))
-    scheduler.clear()
-    assert scheduler.current_epoch() is None
-    said = (TokensEvent([5], "a"),)
-    assert scheduler.restore(DESCRIPTION, "full", 7, [Remembered(0, "first", said)]) == 1
-    assert scheduler.restore(DESCRIPTION, "full", 7, []) == 1
-    scheduler.enter(1)
-    scheduler.open(DESCRIPTION, recovers=True)
-    assert [(one.number, one.text, one.output_token_ids) for one in scheduler.journal()] == [(0, "first", (5,))]
-    assert [event for _, event in scheduler.read_answer(0, "0", 0)] == list(said)
-    assert scheduler.submit("next") == 7
 
 
 def test_a_run_that_is_stopped_while_it_recovers_stops_in_its_next_epoch(make_scheduler: MakeScheduler) -> None:

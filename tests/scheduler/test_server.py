@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import redis
 from support.processes import wait_until
 
 from pipedec.config import RedisConfig
@@ -23,10 +27,10 @@ from pipedec.scheduler.server import ALL_ADDRESSES, find_server_binary, server_v
 def is_alive(pid: int) -> bool:
     """Whether the process runs. A zombie counts as dead (signal 0 would still reach it)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
 def test_a_server_lives_as_long_as_its_with_block() -> None:
@@ -60,36 +64,67 @@ def test_a_server_takes_the_port_and_the_password_that_it_is_given(tmp_path: Pat
         assert connect(RedisConfig(f"redis://{second.address}/0", odd).connection_url or "").ping()
 
 
-def test_a_server_that_has_died_is_started_again_at_its_url_and_empty() -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.failure_case("R5")
+def test_a_server_that_has_died_is_started_again_at_its_url_with_its_data(folder: Path) -> None:
     with EmbeddedServer() as server:
         url, pid = server.url, server.pid
         connect(url).set("a", "1")
-        server.revive()
+        server.keep()
         assert server.pid == pid and connect(url).get("a") == b"1"
+        (directory,) = folder.iterdir()
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not server.is_running)
         with socket.create_server(("127.0.0.1", server.port)):
-            server.revive()
+            server.keep()
         assert not server.is_running
-        server.revive()
-        assert server.url == url and server.pid != pid and connect(url).get("a") is None
+        server.keep()
+        assert server.url == url and server.pid != pid and connect(url).get("a") == b"1"
+    assert not any(folder.iterdir())
 
 
-def test_a_server_dies_when_its_parent_is_killed() -> None:
+@pytest.mark.failure_case("M11")
+def test_a_server_whose_file_cannot_be_written_goes_on_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedServer() as server, connect(server.url) as client:
+        (directory,) = folder.iterdir()
+        shutil.rmtree(directory)
+        with suppress(redis.ResponseError):  # newer servers see it at once
+            client.bgrewriteaof()
+
+        def is_kept() -> bool:
+            server.keep()
+            return client.config_get("appendonly") == {"appendonly": "no"}
+
+        assert wait_until(is_kept)
+        assert client.set("a", "1") and [record.getMessage() for record in caplog.records] == [
+            f"Redis cannot write to {directory}, and goes on without: should it die, the run ends"
+        ]
+
+
+def test_a_server_dies_when_its_parent_is_killed_and_its_data_is_deleted(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pipedec.scheduler import EmbeddedServer\n"
         "server = EmbeddedServer(); print(server.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    )
     try:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert is_alive(pid)
+        assert is_alive(pid) and any(tmp_path.iterdir())
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         parent.stdout and parent.stdout.close()
-    assert wait_until(lambda: not is_alive(pid))
+    assert wait_until(lambda: not is_alive(pid) and not any(tmp_path.iterdir()))
 
 
 def test_a_server_that_cannot_start_reports_its_last_line(tmp_path: Path) -> None:

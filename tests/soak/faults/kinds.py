@@ -45,8 +45,7 @@ KINDS = {
         Kind("stop", "a rank is stopped and never goes on", hits_rank=True, loses_rank=True),
         Kind("exit", "a rank ends with exit status 0", hits_rank=True, loses_rank=True),
         Kind(RESET, "a connection between two ranks is reset", hits_rank=True, may_lose_rank=True),
-        Kind("redis-restart", "Redis is killed, and comes back empty"),
-        Kind("redis-flush", "Redis loses all keys"),
+        Kind("redis-restart", "Redis is killed, and started again with its data"),
         Kind("redis-disconnect", "Redis closes every connection"),
         Kind("front-end", "a server in front of the cluster is killed with its streams"),
         Kind("supervisor", "the process that started the cluster is killed", ends_all=True),
@@ -105,8 +104,6 @@ def prepare(fault: Fault, host: ClusterHost, control: ClientScheduler, server: F
             return _resetting(rank, host.pids)
         case "redis-restart":
             return _signalling(commands.info("server")["process_id"], "kill")
-        case "redis-flush":
-            return lambda: commands.flushall()
         case "redis-disconnect":
             return lambda: commands.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
         case "front-end":
