@@ -23,6 +23,7 @@ from pipedec.core.errors import RankLost, SchedulerLost
 from pipedec.messages.stats import ActivityReport, Recovery
 from pipedec.plan.placement import Placement
 from pipedec.scheduler import Supervision
+from pipedec.scheduler.client import lost_run
 
 OPTIONS, ONE_RESTART = (Cluster(max_restarts=limit, restart_window=600) for limit in (3, 1))
 KILLED, ABORTED = -signal.SIGKILL, -signal.SIGABRT
@@ -56,6 +57,9 @@ class Run:
         """All ranks take part in the epoch, which is served."""
         served = Recovery(self.look.epoch or 0, (), "", 0, 1)
         self.look = replace(self.look, members=(0, 1, 2), recoveries=(served,) if self.look.epoch else ())
+
+    def lost_run(self) -> SchedulerLost:
+        return lost_run("there:1")
 
     def abort(self, rank: int, message: str) -> bool:
         self.aborted.append((rank, message))
