@@ -130,6 +130,9 @@ class BestFirst(Method):
         sequence = self.sequence
         return bool(path) and sequence.is_control(path[-1]) and sequence.ends_walk(self.thread, path[-1], path[:-1])
 
+    def index_text(self, most: int) -> int:
+        return self._sources.index_text(most)
+
     def undrafted_chances(self) -> Iterator[float]:
         return self.tree.undrafted_chances()
 

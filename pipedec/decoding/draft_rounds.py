@@ -17,7 +17,7 @@ from pipedec.core.limits import DRAFTED_ROWS
 from pipedec.core.stage_message import Load
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.method import DraftRoom, Method, Resources
-from pipedec.decoding.proposers import Proposals, score
+from pipedec.decoding.proposers import PIECE, Proposals, score
 from pipedec.decoding.request import Phase, Request
 from pipedec.faults import RequestFaults
 from pipedec.methods import MAX_CHOICES
@@ -45,6 +45,7 @@ class DraftRounds:
     def run(self, requests: Mapping[int, Request]) -> None:
         """Draft for these requests, by number, in the order in which they are served."""
         with_lanes = [one for one in requests.values() if one.has_lane and one.number not in self._faults]
+        self._index_texts(with_lanes)
         chunks = self._next_chunks(with_lanes)
         if chunks:
             self._controller.drafts_prompts = True
@@ -77,6 +78,16 @@ class DraftRounds:
             self._run_round(asked, chunks, requests)
             drafting, chunks = [one for one in drafting if one.number in asked and one.number not in self._faults], {}
             room = room._replace(round=room.round + 1)
+
+    def _index_texts(self, requests: Iterable[Request]) -> None:
+        """Index a piece of a long prompt or earlier answer, so that it does not hold up a later timestep."""
+        left = PIECE
+        self._resources.experience.shared_texts.index(left)
+        for one in requests:
+            with self._faults.of(one.number):
+                left -= one.method.index_text(left)
+            if left <= 0:
+                return
 
     def _next_chunks(self, requests: Iterable[Request]) -> dict[int, Sequence[int]]:
         """The next chunks of prompts for the draft model; none for requests that do not use it now."""

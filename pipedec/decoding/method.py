@@ -169,6 +169,10 @@ class Method(ABC):
     def lane_opened(self) -> None:  # noqa: B027 (most have nothing to follow)
         """Follow the opening of the request's lane: what is tuned takes its present value."""
 
+    def index_text(self, most: int) -> int:
+        """Index up to ``most`` tokens of the prompt, if it looks them up. Returns how many were indexed."""
+        return 0
+
     @abstractmethod
     def demand(self) -> Demand:
         """The rows that it wants to enter at the next timestep."""

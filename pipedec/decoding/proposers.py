@@ -8,7 +8,7 @@ of each row from the draft model.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import log
@@ -37,6 +37,7 @@ MAX_SEEN = 64  # tokens that are proposed because they occur somewhere in the te
 _MIN_REST = 1e-4  # minimum probability assumed for all tokens that the draft model does not propose together
 _UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes nothing
 _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
+PIECE = 1024  # tokens of a text that are indexed at once
 SEPARATOR = 2**32 - 1  # between texts: larger than any token, and never proposed
 
 
@@ -108,10 +109,16 @@ class NgramProposer:
         """Append accepted tokens; the last one is the tree's root."""
         self._text += tokens
 
-    def _index(self) -> None:
-        """Index the tokens appended since the last call. Runs while the stages compute."""
+    @property
+    def num_unindexed(self) -> int:
+        """Tokens of the text that are not indexed yet."""
+        return len(self._text) - self._indexed
+
+    def index(self, most: int) -> None:
+        """Index up to ``most`` of the tokens that are not indexed yet."""
         text, known = self._text, self._places
-        for end in range(self._indexed, len(text)):
+        stop = min(self._indexed + most, len(text))
+        for end in range(self._indexed, stop):
             if text[end] == SEPARATOR:
                 continue
             ngram = _EMPTY
@@ -124,7 +131,7 @@ class NgramProposer:
                 if len(places) == 1 and length < min(_INDEXED, places[0]):
                     known[ngram << 32 | text[places[0] - length - 1]] = places[:]
                 places.append(end)
-        self._indexed = len(text)
+        self._indexed = stop
 
     def __len__(self) -> int:
         return len(self._text)
@@ -138,9 +145,13 @@ class NgramProposer:
         return [*self._text[-LENGTHS[-1] :], *path][-LENGTHS[-1] :]
 
     def find_after(self, context: list[int]) -> Occurrences:
-        """As ``find``, for n-grams at the end of any text, as ``ending`` returns it."""
-        if self._indexed < len(self._text):
-            self._index()
+        """As ``find``, for n-grams at the end of any text, as ``ending`` returns it. Finds nothing while a long text is being
+        indexed in pieces (``index``).
+        """
+        if self.num_unindexed > PIECE:
+            return {}
+        if self.num_unindexed:
+            self.index(PIECE)
         text = self._text
         ranked = self._ranked(context)
         tokens = [text[place] for _, place in ranked]
@@ -254,19 +265,24 @@ class SeenTokens:
 
     prior: ClassVar[dict[str, float]] = {"seen": 0.0, "log count": 0.3, "log age": 0.0, "not proposed": -0.5}
 
-    def __init__(self, text: Iterable[int]) -> None:
-        self._counts: Counter[int] = Counter()
-        self._last: dict[int, int] = {}  # by token, the place after its last occurrence
-        self._length = 0
+    def __init__(self, text: Sequence[int]) -> None:
+        backwards = np.array(text[::-1], np.int64)
+        self._tokens, latest, counts = np.unique(backwards, return_index=True, return_counts=True)  # [T] each, tokens ascending
+        self._counts = counts.astype(np.float32)
+        self._last = len(text) - latest  # the place after the last occurrence
+        self._length = len(text)
         self._table: tuple[IntArray, FloatArray, IntArray] | None = None
-        self.accept(text)
 
     def accept(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens."""
         for token in tokens:
             self._length += 1
-            self._counts[token] += 1
-            self._last[token] = self._length
+            place = int(self._tokens.searchsorted(token))
+            if place == len(self._tokens) or self._tokens[place] != token:
+                self._tokens = np.insert(self._tokens, place, token)
+                self._counts, self._last = np.insert(self._counts, place, 0), np.insert(self._last, place, 0)
+            self._counts[place] += 1
+            self._last[place] = self._length
         self._table = None
 
     def table(self) -> tuple[IntArray, FloatArray, IntArray]:
@@ -274,11 +290,9 @@ class SeenTokens:
         and of equally frequent ones the latest [T].
         """
         if self._table is None:
-            tokens = np.array(sorted(self._counts), np.int64)
-            counts = np.array([self._counts[token] for token in tokens.tolist()], np.float32)
-            ages = self._length - np.array([self._last[token] for token in tokens.tolist()], np.float32)
+            counts, ages = self._counts, (self._length - self._last).astype(np.float32)
             features = np.stack((np.ones_like(counts), np.log1p(counts), np.log1p(ages)), axis=1)
-            self._table = tokens, features, np.lexsort((ages, -counts))
+            self._table = self._tokens, features, np.lexsort((ages, -counts))
         return self._table
 
 

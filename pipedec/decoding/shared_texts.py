@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedec.decoding.proposers import LENGTHS, SEPARATOR, NgramProposer, Occurrences
+from pipedec.decoding.proposers import LENGTHS, PIECE, SEPARATOR, NgramProposer, Occurrences
 
 MAX_TOKENS = 100_000  # of each of the two generations
 _SHORTEST = 3  # n-gram that is looked up: shorter ones occur everywhere
@@ -23,6 +23,7 @@ class SharedTexts:
         self._young: dict[str, NgramProposer] = {}  # by tenant
         self._old: dict[str, NgramProposer] = {}
         self._size = 0  # tokens of the young ones
+        self._long: list[NgramProposer] = []  # to which a long text was added that may not be indexed yet
 
     @property
     def num_tokens(self) -> int:
@@ -34,8 +35,18 @@ class SharedTexts:
         text = [*prompt[-LENGTHS[-1] :], *answer][-self._most + 1 :]
         if self._size + len(text) + 1 > self._most:
             self._young, self._old, self._size = {}, self._young, 0
-        self._young.setdefault(tenant, NgramProposer(shortest=_SHORTEST)).accept((*text, SEPARATOR))
+        index = self._young.setdefault(tenant, NgramProposer(shortest=_SHORTEST))
+        index.accept((*text, SEPARATOR))
+        if index.num_unindexed > PIECE:
+            self._long.append(index)
         self._size += len(text) + 1
+
+    def index(self, most: int) -> None:
+        """Index up to ``most`` tokens of long texts."""
+        if self._long:
+            self._long[0].index(most)
+            if self._long[0].num_unindexed <= PIECE:
+                del self._long[0]
 
     def find(self, tenant: str, context: list[int]) -> Occurrences:
         """The best occurrences in texts of ``tenant``, after tokens as ``NgramProposer.ending`` returns them."""

@@ -13,13 +13,17 @@ from pipedec.core.errors import UserError
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree, Lesson
 from pipedec.decoding.method import Method
-from pipedec.decoding.proposers import DRAFT_PRIOR, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
+from pipedec.decoding.proposers import DRAFT_PRIOR, PIECE, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
 
 class DraftAlone:
     """The draft model, whose probabilities count as chances; nothing is learned."""
+
+    def index_text(self, most: int) -> int:
+        """Nothing depends on the text."""
+        return 0
 
     def propose(self, tree: InjectionTree, rows: Sequence[int], candidates: Candidates | None) -> None:
         """Add the choices below ``rows``, which were drafted."""
@@ -91,6 +95,13 @@ class DraftSources:
                 found = [list(map(_those_in, of_text, allowed)) for of_text in found]
         proposes_seen = self._controller.proposes_seen and grammar is None
         return Proposals(self._acceptance, tree, rows, candidates, found, self._seen, proposes_seen)
+
+    def index_text(self, most: int) -> int:
+        """Index up to ``most`` tokens of a long text, of which more than a piece is left. Returns how many."""
+        if self._ngrams is None or self._ngrams.num_unindexed <= PIECE:
+            return 0
+        self._ngrams.index(most)
+        return most
 
     def _find(self, path: Sequence[int]) -> list[Occurrences]:
         """The tokens after n-grams at the end of ``path``, by text: the request's own and, with a tenant, earlier answers."""

@@ -53,6 +53,9 @@ class ThreadedMethod(Method):
             method.lane_opened()
             self.children = method.children
 
+    def index_text(self, most: int) -> int:
+        return next((count for method in self._methods.values() if (count := method.index_text(most))), 0)
+
     def demand(self) -> Demand:
         demands = {number: method.demand() for number, method in self._running.items()}
         if self.whole:

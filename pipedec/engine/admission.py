@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from threading import Lock
+from typing import NamedTuple
 
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
@@ -26,6 +28,13 @@ class Admitted:
     new_sequence: NewSequence  # makes the sequence of its answer
 
 
+class Arrived(NamedTuple):
+    """A request from the queue."""
+
+    message: RankMessage
+    admitted: Admitted | Exception  # an exception if it cannot be answered
+
+
 @dataclass(frozen=True)
 class Admission:
     """Tokenizes requests, and checks that a pipeline of ``num_stages`` stages can answer them.
@@ -42,6 +51,15 @@ class Admission:
     capacity: int
     tree: LayerTreeOptions | None = None
     shares_suffixes: bool = True
+    _admitting: Lock = field(default_factory=Lock, repr=False)
+
+    def arrived(self, message: RankMessage) -> Arrived:
+        """``admit``, by any thread; never raises."""
+        with self._admitting:
+            try:
+                return Arrived(message, self.admit(message))
+            except Exception as error:
+                return Arrived(message, error)
 
     def admit(self, message: RankMessage) -> Admitted:
         """The answer to a request. Raises UserError if the target cannot answer it."""

@@ -17,7 +17,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS, SLOW_SECONDS
 from pipedec.decoding import Drafter, Request, Scheduler
 from pipedec.decoding.events import Advanced, Record, Timestep
-from pipedec.engine.admission import Admission
+from pipedec.engine.admission import Admission, Admitted, Arrived
 from pipedec.engine.loop import decode
 from pipedec.engine.output import Publisher, answer_of
 from pipedec.engine.rank_tasks import POLL_SECONDS, RankTasks, Wiring
@@ -83,7 +83,7 @@ class DraftLoop:
         self._late_drafter = None if load_drafter is None else _in_a_thread(load_drafter)
         self._max_num_seqs = max_num_seqs
         self._keep = keep
-        self._queue = RequestQueue(wiring.scheduler)
+        self._queue = RequestQueue(wiring.scheduler, admission.arrived)
         self._publisher = Publisher(self._queue, wiring, self._tasks)
         self._counters = RunCounters(scheduler)
         scheduler.listeners += [self._on_record, self._counters.on_record, self._publisher.on_record]
@@ -114,7 +114,7 @@ class DraftLoop:
             if message in guilty:
                 self._give_up(message)
             elif message.number not in self._scheduler.requests:  # another process has admitted it
-                self._admit(message)
+                self._begin(self._admission.arrived(message))
         suspected = [message.number for message in journal if message.losses >= SUSPECTED]
         self._suspects = [] if guilty else suspected[::-1]  # those that came last first: without them, all was well
         self._try_next()
@@ -126,7 +126,7 @@ class DraftLoop:
                     if arrived.kind == "stop":
                         self._stopping = True
                     else:
-                        self._admit(arrived)
+                        self._begin(self._admission.arrived(arrived))
             self._queue.refuse("the cluster is being stopped")
         self._keep(True)
 
@@ -164,11 +164,13 @@ class DraftLoop:
             logger.info("serves %s", alone)
             self._wiring.scheduler.try_alone(self._scheduler.only, passed)
 
-    def _admit(self, message: RankMessage) -> None:
+    def _begin(self, arrived: Arrived) -> None:
         """Begin a request, or end it with an error."""
-        number = message.number
+        number = arrived.message.number
         try:
-            self._begin(message)
+            if isinstance(arrived.admitted, Exception):
+                raise arrived.admitted
+            self._open(arrived.message, arrived.admitted)
         except UserError as error:
             logger.info("refuses request %d: %s", number, error)
             self._queue.finish(number, ErrorEvent(str(error)))
@@ -178,8 +180,7 @@ class DraftLoop:
             logger.warning("request %d cannot begin", number, exc_info=True)
             self._queue.finish(number, ErrorEvent(failure_of(rank_name(0), error), is_fault=True))
 
-    def _begin(self, message: RankMessage) -> None:
-        admitted = self._admission.admit(message)
+    def _open(self, message: RankMessage, admitted: Admitted) -> None:
         answer, asked = admitted.answer, admitted.answer.asked
         if answer.is_complete:
             self._queue.finish(message.number, answer.completed())
@@ -214,8 +215,8 @@ class DraftLoop:
         ):
             self._try_next(passed=tried)
         room = 0 if self._queue.is_stopping else self._max_num_seqs - len(self._scheduler.requests)
-        for message in self._queue.arrivals(room):
-            self._admit(message)
+        for arrived in self._queue.arrivals(room):
+            self._begin(arrived)
         if self._feed is not None and self._feed.watcher != self._queue.watcher:
             self._feed.follow(self._queue.watcher, self._scheduler, self._counters.timesteps)
 

@@ -1,7 +1,7 @@
 """Rank 0's side of the queue: takes requests, receives cancellations and publishes answers, in a thread of its own.
 
-So no timestep waits for Redis: the pipeline's loop takes the requests that the thread has fetched, and leaves events for it to
-publish. Knows neither tokens nor the pipeline's capacity, which its caller passes in.
+So no timestep waits for Redis or a tokenizer: the decode loop begins requests that the thread has fetched and admitted, and
+leaves events for it to publish. Does not know the pipeline's capacity, which its caller passes in.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipedec.core.errors import PipedecError, SchedulerLost
+from pipedec.engine.admission import Arrived
 from pipedec.messages.events import CancelledEvent, ErrorEvent, Event
 from pipedec.messages.stats import RunStats
 from pipedec.scheduler import RankScheduler
@@ -38,13 +39,17 @@ class RequestQueue:
     Calls that return something raise PipedecError if the thread has failed: Redis was lost, the run has failed, or its epoch
     has ended. The same object continues in the next epoch, from ``begin_epoch`` on, and then publishes the remaining events. So
     calls that publish do not fail: a token must not be taken by some listeners and not by others.
+
+    Args:
+        admit: tokenizes and checks a request.
     """
 
-    def __init__(self, scheduler: RankScheduler) -> None:
+    def __init__(self, scheduler: RankScheduler, admit: Callable[[RankMessage], Arrived]) -> None:
         self.is_stopping = False  # the run was asked to stop; requests may still wait (see ``refuse``), but no more will come
         self.watcher = ""  # the name of the newest reader of the live feed; empty if there is none
         self._frames: deque[list[Frame]] = deque(maxlen=_FRAMES)  # of the live feed, not published yet
         self._scheduler = scheduler
+        self._admit = admit
         self._posts: SimpleQueue[Post | None] = SimpleQueue()
         self._unsent: list[Post] = []  # taken from the posts; perhaps published
         self._stats: RunStats | None = None  # not published yet
@@ -52,7 +57,7 @@ class RequestQueue:
         self._taking = threading.Lock()  # held by the thread that takes requests from Redis
         self._changing = threading.Lock()  # held while the following is changed, never during a call of Redis
         self._limit = 0  # the pipeline's capacity for requests
-        self._arrived: list[RankMessage] = []
+        self._arrived: list[Arrived] = []
         self._cancelled: set[int] = set()  # given out, and cancelled, which the pipeline does not know yet
         self._reported: set[int] = set()  # cancelled, as Redis reported last
 
@@ -80,7 +85,7 @@ class RequestQueue:
         self._keep_posts()
         if self._unsent:
             self._publish_unsent()
-        arrived = {message.number for message in self._arrived}
+        arrived = {one.message.number for one in self._arrived}
         return [message for message in self._scheduler.journal() if message.number not in arrived]
 
     def put(self, number: int, *events: Event) -> None:
@@ -99,7 +104,7 @@ class RequestQueue:
         """Publish frames of the live feed soon; if too many are waiting, the oldest are dropped."""
         self._frames.append(frames)
 
-    def arrivals(self, limit: int) -> list[RankMessage]:
+    def arrivals(self, limit: int) -> list[Arrived]:
         """The next requests, at most ``limit``, for which the pipeline has room. The others stay in Redis."""
         self.check()
         with self._changing:
@@ -123,7 +128,7 @@ class RequestQueue:
         """For a pipeline in which nothing runs: the next request, or another message; None after ``timeout_seconds``."""
         self.check()
         with self._taking:
-            message = self._arrived.pop(0) if self._arrived else self._scheduler.wait_request(timeout_seconds)
+            message = self._arrived.pop(0).message if self._arrived else self._scheduler.wait_request(timeout_seconds)
         self.is_stopping |= message is not None and message.kind == "stop"
         return message
 
@@ -131,7 +136,7 @@ class RequestQueue:
         """Answer all waiting requests with an error. For a run that is stopping."""
         self.check()
         with self._taking:
-            requests, self._arrived = self._arrived, []
+            requests, self._arrived = [one.message for one in self._arrived], []
             while requests or (requests := self._scheduler.take(_REFUSED_AT_ONCE).requests):
                 self._scheduler.publish_all([Post(message.number, (ErrorEvent(reason),), ends=True) for message in requests])
                 requests = []
@@ -194,10 +199,11 @@ class RequestQueue:
         try:
             taken = self._scheduler.take(max(0, self._limit - len(self._arrived)))
             cancelled = set(taken.cancelled)
+            admitted = [self._admit(message) for message in taken.requests if message.number not in cancelled]
             with self._changing:
-                self._arrived += taken.requests
-                ended = {message.number for message in self._arrived} & cancelled  # the pipeline ends those that it has begun
-                self._arrived = [message for message in self._arrived if message.number not in ended]
+                waiting = {one.message.number for one in self._arrived} | {message.number for message in taken.requests}
+                ended = waiting & cancelled  # the pipeline ends those that it has begun
+                self._arrived = [one for one in [*self._arrived, *admitted] if one.message.number not in ended]
                 for number in sorted(ended):
                     self._posts.put(Post(number, (CancelledEvent(),), ends=True))
                 self._cancelled |= cancelled - ended - self._reported

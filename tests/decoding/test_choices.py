@@ -18,6 +18,7 @@ from pipedec.decoding.proposers import (
     LENGTHS,
     MAX_PROPOSED,
     MAX_SEEN,
+    PIECE,
     Match,
     MatchRates,
     NgramProposer,
@@ -197,6 +198,26 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     for drafted in (None, candidates(*({token: 0.3 for token in children} for _ in paths))):
         for line, path in zip(scored(drafted, found), paths, strict=True):
             check_row(line, [] if drafted is None else children, NaiveSearch(text, path))
+
+
+def test_a_long_text_is_indexed_in_pieces_and_then_found_as_any_other() -> None:
+    text = [random.Random(3).randrange(9) for _ in range(3 * PIECE)]
+    whole, pieces = NgramProposer(text), NgramProposer(text)
+    whole.index(len(text))
+    assert whole.find([]) and pieces.find([]) == {}, "an index of a part would find other places"
+    while pieces.num_unindexed > PIECE:
+        pieces.index(PIECE // 3)
+    assert pieces.find([]) == whole.find([])
+
+
+@examples(50)
+@given(st.lists(st.integers(0, 9), max_size=30), st.lists(st.integers(0, 12), max_size=30))
+def test_seen_tokens_do_not_depend_on_how_they_came(text: list[int], accepted: list[int]) -> None:
+    seen = SeenTokens(text)
+    for token in accepted:
+        seen.accept((token,))
+    for column, expected in zip(seen.table(), SeenTokens([*text, *accepted]).table(), strict=True):
+        assert column.tolist() == expected.tolist()
 
 
 def test_tokens_seen_anywhere_have_features_and_may_be_proposed() -> None:

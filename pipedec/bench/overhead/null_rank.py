@@ -28,11 +28,12 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import EMPTY, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Scheduler as Batch, TimestepTiming
+from pipedec.decoding import Scheduler as Batch
+from pipedec.decoding import TimestepTiming
 from pipedec.directories import reference_pair
 from pipedec.engine.admission import Admission
-from pipedec.engine.output import Answer as RunningAnswer
 from pipedec.engine.draft_loop import DraftLoop
+from pipedec.engine.output import Answer as RunningAnswer
 from pipedec.engine.rank_tasks import Wiring
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.faults import RequestFaults
