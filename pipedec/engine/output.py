@@ -59,7 +59,8 @@ class Answer:
         self.last: CompletionEvent | ErrorEvent | None = None
         self._stream = prompter.stream()
         self._stops = prompter.stops(self._stream, asked.sampling.stop) if asked.sampling.stop else None
-        brought, known = asked.output_token_ids[:num_brought], asked.output_token_ids[num_brought:]
+        earlier = asked.output_token_ids[: asked.sampling.max_tokens]
+        brought, known = earlier[:num_brought], earlier[num_brought:]
         self._read(Verdict.of(*brought, finished=None if known else ended))
         self._brought = len(self.completion.token_ids), len(self.completion.text)
         if known and not self.is_complete:
