@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipedec.engine.answer import RunningAnswer
 
 from pipedec.client.reply import Reply
 from pipedec.core.errors import UserError
@@ -16,7 +15,9 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
-from pipedec.messages.events import CompletionEvent, LogprobsEvent, ThreadNews
+from pipedec.engine.output import Answer
+from pipedec.engine.threaded_output import ThreadedAnswer
+from pipedec.messages.events import CompletionEvent, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
 from pipedec.threads import ThreadedSequence, bind, load_dialect
 from pipedec.threads.sequences import Sequences
@@ -38,8 +39,13 @@ class Telling:
         params = SamplingParams(**{"max_tokens": 200, **sampling})
         text = None if dialect is None else load_dialect(dialect).to_json()
         new_sequence = Sequences(TARGET).maker(len(PROMPT), params, text)
+        asked = TokenizedRequest(0, PROMPT, params, threads=text)
         self._prompter = prompter
-        self.answer = RunningAnswer(TokenizedRequest(0, PROMPT, params), new_sequence, prompter, 2, show_threads)
+        self.answer = (
+            Answer(asked, prompter, 2)
+            if text is None
+            else ThreadedAnswer(asked, prompter, 2, new_sequence, show_threads=show_threads)
+        )
         self.text = ""
         self.token_ids: list[int] = []
 
@@ -50,7 +56,10 @@ class Telling:
     def say(self, finished: str | None = None, **texts: str) -> str:
         """The text that a verdict adds."""
         accepted = tuple(Accepted(int(name[1:]), tuple(self.ids(text))) for name, text in texts.items())
-        self.verdict, [self.event] = self.answer.take(Verdict(accepted, finished))
+        self.verdict = self.answer.cut(Verdict(accepted, finished))
+        [event] = self.answer.news()
+        assert isinstance(event, TokensEvent)
+        self.event = event
         self.text += self.event.text
         self.token_ids += self.event.token_ids
         assert self.answer.completion.text == self.text and self.answer.completion.token_ids == self.token_ids
@@ -155,7 +164,7 @@ def test_a_tail_is_shown_where_it_stands(prompter: Prompter) -> None:
     tokenizer = prompter.tokenizer
     bound = bind(load_dialect("pasta"), tokenizer.token_id, lambda token: "/>!" if token == last else "")
     telling = Telling(prompter, "pasta")
-    telling.answer = RunningAnswer(telling.answer.request, lambda: ThreadedSequence(bound, 3, (), 50), prompter, 2)
+    telling.answer = ThreadedAnswer(telling.answer.asked, prompter, 2, lambda: ThreadedSequence(bound, 3, (), 50))
     assert telling.say(t0="One<promise!") == "One!"
     telling.say(t0=" two", t1=" body</async>")
     assert telling.text == "One! body two"

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pipedec.engine.answer import EarlierOutput, RunningAnswer
 
 from pipedec.client.reply import Delta, Reply
 from pipedec.core.errors import UserError
@@ -18,6 +17,8 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import TokenLogprobs
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.directories import reference_pair
+from pipedec.engine.output import Answer
+from pipedec.engine.threaded_output import EarlierOutput, ThreadedAnswer
 from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews
 from pipedec.scheduler.protocol import published_token_ids
 from pipedec.text.prompt import Prompter
@@ -82,19 +83,27 @@ def ids(prompter: Prompter, text: str) -> list[int]:
 
 def of(
     prompter: Prompter, dialect: str | None, said: tuple[int, ...] = (), told: tuple[int, ...] = (), **sampling: Any
-) -> RunningAnswer:
+) -> Answer:
     """An answer of which the request brings ``said`` with it, and another process has told ``told`` behind that."""
     params = SamplingParams(**{"max_tokens": 200, **sampling})
     threads = None if dialect is None else load_dialect(dialect).to_json()
     heard = (*said, *told)
     new_sequence = SEQUENCES.maker(len(PROMPT), params, threads, () if threads else heard)
+    asked = TokenizedRequest(0, PROMPT, params, threads=threads, output_token_ids=() if threads else heard)
+    if threads is None:
+        return Answer(asked, prompter, 2, len(said), new_sequence().finished)
     brought, known = (
         EarlierOutput(SEQUENCES.maker(len(PROMPT), params, threads, ids), len(ids)) if ids else None for ids in (said, heard)
     )
-    request = TokenizedRequest(0, PROMPT, params, threads=threads, output_token_ids=() if threads else heard)
-    answer = RunningAnswer(request, new_sequence, prompter, 2, threads is not None, brought, known)
-    answer.opened()
+    answer = ThreadedAnswer(asked, prompter, 2, new_sequence, brought, known, show_threads=True)
+    answer.lane_opened()
     return answer
+
+
+def take(answer: Answer, verdict: Verdict, logprobs: TokenLogprobs = ()) -> list[Event]:
+    """What the client hears of a verdict."""
+    answer.cut(verdict)
+    return answer.news(logprobs)
 
 
 class Telling:
@@ -125,9 +134,9 @@ class Telling:
         return Verdict(tuple(accepted), self._sequence.finished), tuple(rows)
 
 
-def tell_all(answer: RunningAnswer, telling: Telling, client: Client) -> CompletionEvent:
+def tell_all(answer: Answer, telling: Telling, client: Client) -> CompletionEvent:
     while not telling.has_ended:
-        client.hear(answer.take(*telling.step())[1])
+        client.hear(take(answer, *telling.step()))
     return answer.completed()
 
 
@@ -149,8 +158,8 @@ def test_threads_said_again_in_any_order_tell_nothing_twice(prompter: Prompter, 
             if not telling.has_ended:
                 verdict, logprobs = telling.step()
                 if verdict.finished is None:
-                    client.hear(paused.take(verdict, logprobs)[1])
-        paused.opened()
+                    client.hear(take(paused, verdict, logprobs))
+        paused.lane_opened()
     found = tell_all(paused, Telling(prompter, rng), client)
     assert (client.text, client.token_ids, client.threads) == (heard.text, heard.token_ids, heard.threads)
     assert (found.completion.text, found.completion.token_ids) == (client.text, client.token_ids)
@@ -175,7 +184,7 @@ def test_another_process_goes_on_with_threads_and_nothing_is_heard_twice(
         for _ in range(cut):
             verdict, logprobs = telling.step() if not telling.has_ended else (Verdict((), "stop"), ())
             if verdict.finished is None:
-                client.hear(lost.take(verdict, logprobs)[1])
+                client.hear(take(lost, verdict, logprobs))
     found = tell_all(of(prompter, "apar", brought, client.told), Telling(prompter, rng), client)
     assert client.token_ids == heard.token_ids[said:] and heard.text.endswith(client.text)
     assert all(text.endswith(client.threads.get(path, "")) for path, text in heard.threads.items())
@@ -188,10 +197,10 @@ def test_threads_that_are_cancelled_while_they_are_said_again_end_as_they_were_t
     answer, client, rng = of(prompter, "apar"), Client(), random.Random(3)
     telling = Telling(prompter, rng)
     while len(client.token_ids) < 6:
-        client.hear(answer.take(*telling.step())[1])
-    answer.opened()
-    client.hear(answer.take(*Telling(prompter, rng).step())[1])
-    client.hear(answer.take(Verdict((), "cancelled"))[1])
+        client.hear(take(answer, *telling.step()))
+    answer.lane_opened()
+    client.hear(take(answer, *Telling(prompter, rng).step()))
+    client.hear(take(answer, Verdict((), "cancelled")))
     completion = answer.completed().completion
     assert (completion.token_ids, completion.text) == (client.token_ids, client.text)
     assert len(completion.token_ids) >= 6 and completion.finish_reason == "cancelled"
@@ -213,8 +222,8 @@ def test_another_process_goes_on_behind_any_token(
     """
     tokens = ids(prompter, text)
     whole, heard = of(prompter, None, stop=stop), Client()
-    verdict, events = whole.take(Verdict.of(*tokens), tuple(((token, -1.0),) for token in tokens))
-    heard.hear(events)
+    verdict = whole.cut(Verdict.of(*tokens))
+    heard.hear(whole.news(tuple(((token, -1.0),) for token in tokens)))
     tokens = list(verdict.tokens)
     brought, client = tuple(tokens[: min(said, len(tokens) - 1)]), Client()
     for cut in (*cuts, len(tokens)):
@@ -222,7 +231,7 @@ def test_another_process_goes_on_behind_any_token(
         answer = of(prompter, None, brought, client.told, stop=stop)
         if not answer.is_complete:
             following = tokens[first : first + cut]
-            client.hear(answer.take(Verdict.of(*following), tuple(((token, -1.0),) for token in following))[1])
+            client.hear(take(answer, Verdict.of(*following), tuple(((token, -1.0),) for token in following)))
     assert client.token_ids == tokens[len(brought) :] and heard.text.endswith(client.text)
     completion = answer.completed().completion
     assert (completion.text, completion.token_ids, completion.finish_reason) == (heard.text, tokens, verdict.finished)

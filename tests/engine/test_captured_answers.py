@@ -10,7 +10,7 @@ from support.captures import Repeated
 from support.specs import bare_spec
 from test_local_pipeline import LAYERS, NUM_TOKENS, OPTIONS, PROMPT, answer, expected, models, request
 
-from pipedec.decoding import Batch
+from pipedec.decoding import Experience, Resources, Scheduler
 from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions
@@ -42,7 +42,8 @@ def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method
     before = [one.captures for one in captures]
     assert before == [len(usual_sizes(spec.knee, 512))] * 5
     replays = [one.replays for one in captures]
-    pipeline = LocalPipeline(spec, stages, Batch(4, drafter, trained_masks=spec.trained_masks, knee=spec.knee))
+    resources = Resources(Experience(4), drafter, trained_masks=spec.trained_masks)
+    pipeline = LocalPipeline(spec, stages, Scheduler(resources, knee=spec.knee))
     for prompt in (PROMPT, PROMPT * 8):
         # With limits of its own best-first injection drafts as much on a busy machine.
         options = BestFirstOptions(width=4, children=2, forwards=2) if method == "pipedec-bestfirst" else OPTIONS[method][0]

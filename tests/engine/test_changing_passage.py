@@ -13,8 +13,8 @@ from support.transfer_order import transfers_of
 
 from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
 from pipedec.core.verdict import Verdict
+from pipedec.decoding.events import Timestep
 from pipedec.decoding.passage import Passages
-from pipedec.engine.loop import Timestep
 from pipedec.engine.rank_zero import WindowPipeline
 from pipedec.engine.recorder import Pacer, Recorder
 from pipedec.scheduler.protocol import Granted, RankMessage

@@ -23,7 +23,7 @@ from pipedec.core.limits import KNEE_ROWS
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch
+from pipedec.decoding import Experience, Resources, Scheduler
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import (
@@ -270,9 +270,9 @@ def test_stages_must_fill_the_topology(models: Path) -> None:
     spec = bare_spec(models / "target", LAYERS, (2, 2))
     stages = [load_stage(spec, rank, torch.device("cpu")) for rank in (1, 2)]
     with pytest.raises(ValueError, match="2 stages do not fill a topology of 3"):
-        LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages, Batch(3))
+        LocalPipeline(bare_spec(models / "target", LAYERS, (3, 3)), stages, Scheduler(Resources(Experience(3))))
     with pytest.raises(ValueError, match="the last stage must be a FinalStageWorker"):
-        LocalPipeline(spec, stages[::-1], Batch(2))
+        LocalPipeline(spec, stages[::-1], Scheduler(Resources(Experience(2))))
 
 
 @pytest.mark.slow

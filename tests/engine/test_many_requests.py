@@ -173,7 +173,7 @@ def check_answer(found: LocalAnswer, wanted: LocalAnswer) -> None:
         return
     assert said(found) == said(wanted)
     assert found.finished == wanted.finished
-    logprobs = wanted.logprobs[len(found.request.output_token_ids) :]
+    logprobs = wanted.logprobs[len(found.asked.output_token_ids) :]
     assert [list(row) for row in found.logprobs[: len(logprobs)]] == [list(row) for row in logprobs]
     for ours, theirs in zip(found.logprobs, logprobs, strict=False):
         assert ours == pytest.approx(theirs, abs=1e-9)

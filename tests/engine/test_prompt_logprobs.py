@@ -13,9 +13,9 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import RequestUpdate, TokenLogprobs
-from pipedec.decoding import Batch
+from pipedec.decoding import Experience, Resources, Scheduler
+from pipedec.decoding.events import PromptScored, Record
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.loop import PromptScored, Record, RequestPool
 from pipedec.threads import Sequence, load_dialect
 
 PROMPT = tuple(7 + (31 * index * index) % 290 for index in range(150))  # several chunks
@@ -34,7 +34,7 @@ def expected(pair: Pair) -> torch.Tensor:
 
 def assert_right(answer: LocalAnswer, expected: torch.Tensor) -> None:
     """Every token from the second one on has its own log-probability first, then those of the most probable tokens."""
-    prompt, num_top = answer.request.prompt_token_ids, answer.request.sampling.prompt_logprobs
+    prompt, num_top = answer.asked.prompt_token_ids, answer.asked.sampling.prompt_logprobs
     assert num_top is not None and len(answer.prompt_logprobs) == len(prompt) - 1
     for position, found in enumerate(answer.prompt_logprobs):
         row_V, token = expected[position], prompt[position + 1]
@@ -89,19 +89,21 @@ def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: 
 
 def test_a_pause_in_the_middle_of_a_prompt() -> None:
     noted, rows = list[Record](), tuple(((token, -1.0),) for token in range(9))
-    pool = RequestPool(Batch(2), listeners=[noted.append])
-    pool.open(TokenizedRequest(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6))
+    scheduler = Scheduler(Resources(Experience(2)), listeners=[noted.append])
+    scheduler.open(scheduler.prepare(TokenizedRequest(0, PROMPT, ASKED, "pp"), lambda: Sequence(len(PROMPT), (), 6)))
 
     def begin() -> None:
-        pool.interrupt()
-        assert [one.opening is not None for one in pool.entering().updates] == [True]
+        scheduler.interrupt()
+        assert [one.opening is not None for one in scheduler.entering().updates] == [True]
 
     def scored(*chunks: TokenLogprobs) -> TokenLogprobs:
         """What listeners learn of these results."""
         noted.clear()
         for chunk in chunks:
-            assert pool.take(RequestUpdate(0, prompt_logprobs=chunk), 1) is None
-        return tuple(row for record in noted if isinstance(record, PromptScored) for row in record.logprobs)
+            assert scheduler.take(RequestUpdate(0, prompt_logprobs=chunk), 1) is None
+        new = [record for record in noted if isinstance(record, PromptScored)]
+        assert [rows[record.first : record.first + len(record.logprobs)] for record in new] == [record.logprobs for record in new]
+        return tuple(row for record in new for row in record.logprobs)
 
     begin()
     assert scored(rows[:3], rows[3:5]) == rows[:5]
@@ -116,4 +118,5 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
 def test_where_they_cannot_be_had() -> None:
     threads = load_dialect("pasta").to_json()
     with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
-        Batch(2).open(TokenizedRequest(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))
+        scheduler = Scheduler(Resources(Experience(2)))
+        scheduler.prepare(TokenizedRequest(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))

@@ -81,7 +81,7 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
         assert metrics.hits + metrics.misses == NUM_TOKENS - 1
         check_timesteps(metrics, shape[1], method)
         assert metrics.hits > 0 or method == "pp" or (method.startswith("pipedec") and shape[1] == 1)
-        assert pipeline.last.request.sampling.seed == SETTINGS[name].seed
+        assert pipeline.last.asked.sampling.seed == SETTINGS[name].seed
 
 
 def test_a_draft_like_the_target_foresees_every_sampled_token(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
@@ -108,8 +108,8 @@ def test_without_a_seed_answers_differ_and_the_seed_found_repeats_them(models: P
     drawn = {}
     for _ in range(4):
         said = answer(pipeline, asked(SamplingParams(1.0), "pipedec"))
-        assert pipeline.last.request.sampling.seed is not None
-        drawn[pipeline.last.request.sampling.seed] = said
+        assert pipeline.last.asked.sampling.seed is not None
+        drawn[pipeline.last.asked.sampling.seed] = said
     assert len(set(drawn.values())) == 4
     for seed, said in drawn.items():
         assert answer(pipeline, asked(SamplingParams(1.0, seed=seed), "pp")) == said

@@ -195,7 +195,7 @@ def test_in_company(slots: int | None, losses: frozenset[int]) -> None:
     for one in (one for requests in arrivals.values() for one in requests):
         alone = answer(pipeline_of(1), one.prompt_token_ids, one.sampling)
         assert tuple(pipeline.answers[one.number].sequence.main.token_ids) == alone, one.number
-    paused = [one for one in pipeline.answers.values() if one.metrics.pauses and one.request.sampling.structured_outputs]
+    paused = [one for one in pipeline.answers.values() if one.metrics.pauses and one.asked.sampling.structured_outputs]
     assert paused or slots is None
 
 
