@@ -1,1 +1,1 @@
-"""Clients: requests to a running cluster, and ``LLM``, which starts a cluster of its own."""
+"""Clients of a running cluster: they submit requests to its Redis and read the answers."""

@@ -27,7 +27,7 @@ class Metrics(Struct, forbid_unknown_fields=True):
             client.
         cached_tokens: tokens of the prompt that were not computed, because another request's KV cache had them.
         pauses: how often the answer was paused because KV memory ran short.
-        resumed_tokens: tokens of the answer that were not decoded, because the request contained them (``Request``).
+        resumed_tokens: tokens of the answer that were not decoded, because the request contained them (``TokenizedRequest``).
         recoveries: how often the answer was interrupted because ranks, or Redis, were lost.
     """
 

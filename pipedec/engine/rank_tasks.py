@@ -46,7 +46,7 @@ class Wiring:
     emulation: Emulation | None = None
     window: int = 0  # timesteps that the scheduler grants at once; 0 if it grants single tasks
     tunes_passage: bool = False  # it is not given
-    duplex: str = "full"  # of the links between the ranks (see ``scheduler.transfers``)
+    duplex: str = "full"  # of the links between the ranks (see ``scheduler.workflow``)
     activity: Activity = field(default_factory=Activity)
     device: Device = field(default_factory=HostDevice)  # of ``place``
     turn: AbstractContextManager[object] = field(default_factory=nullcontext)

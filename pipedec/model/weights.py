@@ -124,7 +124,7 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
 
     Args:
         model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
-        options: for ``from_pretrained`` or ``from_config``.
+        options: of transformers, further ones by name.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

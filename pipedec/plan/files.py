@@ -31,7 +31,7 @@ def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
 def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[str, list[CheckpointPart]]:
     """The parts of each checkpoint that each host with a rank or a spare needs, in the order of its first rank.
 
-    ``config`` has one partition. Raises UserError as ``plan.plan`` and ``checkpoints_of``.
+    ``config`` has one partition. Raises UserError as ``partition.plan`` and ``checkpoints_of``.
     """
     models = checkpoints_of(config)
     layers = [(stage.layers.start, stage.layers.stop) for stage in plan(config).stages]

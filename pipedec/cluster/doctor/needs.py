@@ -55,7 +55,7 @@ class HostNeeds:
 
 
 def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
-    """The needs of every host with a rank or a spare of the plan. Raises UserError as ``rank_places`` and ``model_shape``."""
+    """The needs of every host with a rank or a spare of the plan. Raises UserError as ``rank_places`` and ``model_by_name``."""
     config = config.for_partition(plan.partition)
     places = [place.host for place in rank_places(config)]
     spares = {place.host for place in spare_places(config)}
