@@ -40,7 +40,6 @@ from pipedec.directories import reference_pair, shipped_draft
 from pipedec.families import model_config
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.gguf import is_gguf, is_named, located
-from pipedec.plan.draft_size import DraftSizing
 from pipedec.plan.partition import Measured as MeasuredTimes
 from pipedec.plan.partition import plan
 from pipedec.text.prompt import Prompter
@@ -481,7 +480,8 @@ def planned_ms(models: Mapping[str, str], point: Point, still: MeasuredTimes) ->
     given = {} if point.passage in (None, AUTO) else {"passage": int(point.passage)}
     document = {**_document([f"host-{number}" for number in range(point.hosts)], models), **given, "network": network}
     made = plan(cluster_from(document), measured=still)
-    return made.tpot_ms(0), nan if made.draft is None else DraftSizing(made).present.pace.ms_per_token
+    drafted_ms = made.default_method_ms()
+    return made.tpot_ms(0), nan if drafted_ms is None else drafted_ms
 
 
 def ratios(points: Mapping[Point, Sequence[Measured]], planned: Planned | None = None) -> dict[Point, dict[str, float]]:

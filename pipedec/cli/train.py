@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import click
 
 from pipedec.cli.main import moved_flags
-from pipedec.cli.show import console
-from pipedec.core.errors import UserError
 from pipedec.directories import reference_pair
-from pipedec.flags import Help, flag_name, options_of, own_options
+from pipedec.flags import Help, options_of, own_options
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.continuations import invented_sets
@@ -25,7 +21,6 @@ from pipedec.train.options import (
     DraftStart,
     OnlyAcceptance,
     PartialRun,
-    SizeFor,
     Target,
     TrainingPromptFlags,
     bita_options,
@@ -36,7 +31,6 @@ from pipedec.train.options import (
     run_options,
     shape_options,
 )
-from pipedec.train.sizing import described, find_plan, size_for
 from pipedec.transport.replicas import replicas
 
 _RECIPE = "in a checkout of pipedec, use python -m recipes.reference_models"
@@ -61,16 +55,10 @@ def draft(
     invented: Annotated[int | None, Help("So many prompts that the target invents itself.")] = None,
     compiled: Compiled = True,
     only_acceptance: OnlyAcceptance = False,
-    plan: SizeFor = None,
 ) -> None:
     """Train a draft for a target, on the target's own answers to prompts: a new one, or one that is continued."""
     if invented is None or asked.prompts:
         asked.check(f", --invented COUNT (the shipped draft: {_RECIPE} draft)")
-    if plan is not None:
-        check_unsized(start, shape, only_acceptance)
-        config = find_plan(plan, target)
-        size, estimate = size_for(config)
-        target, shape = Path(config.target), asdict(size)
     target, begun = chosen_start(target, start, shape)
     if only_acceptance:
         existing_draft(begun)
@@ -78,8 +66,6 @@ def draft(
     prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
     with replicas(device.chosen()["device"].type) as together:
         where = run(**device.chosen(), replicas=together)
-        if plan is not None and together.is_first:
-            console.print(described(size, estimate), soft_wrap=True)
         if invented is not None:
             prompts |= invented_sets(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
         if only_acceptance:
@@ -89,13 +75,6 @@ def draft(
         report = train_draft(target, begun, prompts, recipe.with_long_sets(prompts), where, compiled=compiled)
     if report:
         print_draft(report)
-
-
-def check_unsized(draft: Path | None, shape: dict[str, Any], only_acceptance: bool) -> None:
-    """Raises UserError if the size of a draft is given, which --size-for is to choose."""
-    given = [flag_name(name) for name in shape] + ["--draft"] * (draft is not None) + ["--only-acceptance"] * only_acceptance
-    if given:
-        raise UserError(f"--size-for chooses the size of a new draft: leave out {' and '.join(given)}")
 
 
 @click.command()

@@ -20,7 +20,7 @@ from pipedec.families import checkpoint_dtype, model_by_name
 from pipedec.hardware import CAPTURED_ROWS, DEVICES, DTYPE_BYTES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
-from pipedec.plan.curves import SizeCurve, timesteps_per_token
+from pipedec.plan.curves import expected_top1, timesteps_per_token
 from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
@@ -79,19 +79,6 @@ class StagePlan:
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.memory_bytes
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The default method's expected speed, with so many draft forwards per timestep."""
-
-    forwards: int
-    timesteps_per_token: float
-    timestep_ms: float
-
-    @property
-    def ms_per_token(self) -> float:
-        return self.timesteps_per_token * self.timestep_ms
 
 
 @dataclass(frozen=True)
@@ -166,15 +153,32 @@ class Plan:
         """A timestep with as many rows as there is room for, in which the draft's forwards take so long."""
         return self._timestep_ms(Load(self.room), max(drafting_ms, self.measured.timestep_ms or 0.0))
 
-    def pace(self, top1: float, forward_ms: float) -> Pace:
-        """The default method with a draft of this accuracy and so long a forward, and as many of them as make a token fastest."""
+    @property
+    def top1(self) -> float:
+        """The share of tokens that are the draft's first choice, as drafts of its size have it; 0 without a draft."""
+        if self.draft_costs is None:
+            return 0.0
+        return expected_top1(self.draft_costs.model.parameters / model_by_name(self.target).parameters)
+
+    def default_method_ms(self, top1: float | None = None) -> float | None:
+        """Time per output token of the default method with the plan's draft; None without one.
+
+        ``top1``: the draft's measured accuracy, by default the expected one.
+        """
+        if self.draft is None or self.draft_costs is None:
+            return None
+        device, layers = DEVICES[self.draft.placement.device], self.draft_costs.model.num_hidden_layers
+        forward_ms = self.draft_costs.pass_time(device, layers, True).ms(DRAFTED_ROWS)
+        return self.speculating_ms(self.top1 if top1 is None else top1, forward_ms)
+
+    def speculating_ms(self, top1: float, forward_ms: float) -> float:
+        """Time per output token of the default method with a draft of this accuracy and so long a forward, and as many forwards
+        per timestep as make a token fastest."""
         more = self._timesteps_more_than_estimated(top1, forward_ms)
-        paces = (
-            Pace(
-                forwards, more * timesteps_per_token(top1, forwards, self.passage), self.timestep_drafting(forwards * forward_ms)
-            ) for forwards in range(1, MAX_FORWARDS + 1)
-        )  # fmt: skip
-        return min(paces, key=lambda pace: pace.ms_per_token)
+        return min(
+            more * timesteps_per_token(top1, forwards, self.passage) * self.timestep_drafting(forwards * forward_ms)
+            for forwards in range(1, MAX_FORWARDS + 1)
+        )
 
     def _timesteps_more_than_estimated(self, top1: float, forward_ms: float) -> float:
         """The measured timesteps of a token, in which as many forwards fitted, by the estimated ones; 1 without a measurement."""
@@ -272,14 +276,11 @@ def _passage(made: Plan, settings: Settings) -> int:
     groups = made.num_groups
     if settings.cluster.passage != AUTO or settings.cluster.dispatch == "tasks" or made.duplex == "half":
         return settings.passage
-    top1 = forward_ms = 0.0
-    if made.draft is not None and made.draft_costs is not None:
-        top1 = SizeCurve().top1(made.draft_costs.model.parameters / model_by_name(made.target).parameters)
-        forward_ms = made.draft.timing.compute_ms(Load(DRAFTED_ROWS))
+    forward_ms = 0.0 if made.draft is None else made.draft.timing.compute_ms(Load(DRAFTED_ROWS))
     shortest_ms = replace(made, passage=MAX_PASSAGE).timestep_drafting(0.0)
     filled = ceil(made.pass_ms(Load(made.room)) / shortest_ms)  # more do not make a timestep shorter
     paces = {
-        passage: replace(made, passage=passage).pace(top1, forward_ms).ms_per_token
+        passage: replace(made, passage=passage).speculating_ms(made.top1, forward_ms)
         for passage in (groups, *range(groups + 1, min(max(filled, groups + 1), MAX_PASSAGE) + 1))
     }
     best = min(paces, key=lambda passage: paces[passage])

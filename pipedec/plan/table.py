@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from pipedec.core.errors import UserError
 from pipedec.hardware import DEVICES, GIGA
-from pipedec.plan.draft_size import DraftEstimate, DraftSizing
 from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
 from pipedec.plan.placement import Placement
@@ -22,11 +22,12 @@ _CONCURRENT = (1, 4, 8, 16, 32, 64)
 
 
 def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
-    """One line per rank, in at most 100 columns; expected times, the sizes of drafts and problems are below it. Ranks that lack
-    memory are red.
+    """One line per rank, in at most 100 columns; expected times and problems are below it. Ranks that lack memory are red.
 
-    ``draft_top1`` as in ``DraftSizing.measured``. Raises UserError if it is given for a plan without a draft.
+    ``draft_top1`` as in ``Plan.default_method_ms``. Raises UserError if it is given for a plan without a draft.
     """
+    if plan.draft is None and draft_top1 is not None:
+        raise UserError(f"partition {plan.partition} has no draft: name one (draft:) and its device (draft_device:)")
     title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rank", justify="right")
@@ -44,35 +45,8 @@ def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
             f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
-    sizing = DraftSizing.measured(plan, draft_top1) if plan.draft or draft_top1 is not None else None
     problems = [f"Problem: {problem}" for problem in plan.problems]
-    return Group(table, Text("\n".join([*_summary(plan, sizing), *(_draft_sizes(sizing) if sizing else []), *problems])))
-
-
-def _draft_sizes(sizing: DraftSizing) -> list[str]:
-    """A line for the plan's draft and for every known one; the last line names the best."""
-    assert sizing.plan.draft is not None
-    place, present, known = sizing.plan.draft.placement, sizing.present, sizing.known()
-    lines = [
-        "",
-        f"Drafts on {place.device} #{place.index} of {place.host}; top-1 and all after it are estimates by size:",
-        "  draft         weights      GB    forward  per timestep  top-1  timesteps  ms per token",
-        *(_draft_line(one) for one in (present, *known)),
-    ]
-    best = min(known, key=lambda one: one.pace.ms_per_token, default=present)
-    if min(best.pace.ms_per_token, present.pace.ms_per_token) > sizing.plan.tpot_ms(0):
-        return [*lines, "  With any of them a token takes longer than without speculation."]
-    faster = 1 - best.pace.ms_per_token / present.pace.ms_per_token
-    return [*lines, f"  {best.name} in {_format(best)} would take {faster:.0%} less time per token."] if faster > 0 else lines
-
-
-def _draft_line(one: DraftEstimate) -> str:
-    size = f"  {one.name:<14}{_format(one):<9}{one.num_bytes / GIGA:>6.1f}{one.forward_ms:>8.1f} ms"
-    return f"{size}{one.pace.forwards:>14}{one.top1:>7.0%}{one.pace.timesteps_per_token:>11.2f}{one.pace.ms_per_token:>14.1f}"
-
-
-def _format(one: DraftEstimate) -> str:
-    return one.weights.quantize or one.weights.dtype
+    return Group(table, Text("\n".join([*_summary(plan, plan.default_method_ms(draft_top1)), *problems])))
 
 
 def files_table(hosts: Collection[str], files: Sequence[NeededFile]) -> Group:
@@ -102,7 +76,7 @@ def _size(files: Sequence[NeededFile]) -> str:
     return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
 
 
-def _summary(plan: Plan, sizing: DraftSizing | None) -> list[str]:
+def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
     """Lines of at most 100 columns."""
     sharing = [
         f"* Rank 0 and stage {plan.shared_stage} share this device. Its memory is divided so that both hold the same tokens;",
@@ -126,7 +100,7 @@ def _summary(plan: Plan, sizing: DraftSizing | None) -> list[str]:
         f"  whole pipeline       {plan.timestep_ms * plan.passage:7.1f} ms   per miss: one passage",
         *_in_flight(plan),
         f"  plain pipeline (pp)  {plan.tpot_ms(0):7.1f} ms   per token, without speculation",
-        *([f"  default method       {sizing.present.pace.ms_per_token:7.1f} ms   per token, estimated"] if sizing else []),
+        *([] if drafted_ms is None else [f"  default method       {drafted_ms:7.1f} ms   per token, estimated"]),
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),

@@ -30,10 +30,6 @@ DraftStart = Annotated[
 BitaStart = Annotated[Path | None, Help("Trained BiTA that only gets a new Markov table (default: none).", "DIR", "--bita")]
 Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
 OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
-SizeFor = Annotated[
-    str | None,
-    Help("Choose the size of a new draft by this plan's timestep; its target is trained for.", "FILE[:PARTITION]", "--size-for"),
-]
 PartialRun = Callable[..., Run]
 run_options = partial_of(Run, "run")
 

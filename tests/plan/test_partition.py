@@ -23,7 +23,6 @@ from pipedec.families import KNOWN_MODELS
 from pipedec.hardware import DEVICES, WIDENED_VALUES, WeightFormat
 from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
-from pipedec.plan.draft_size import DraftSizing
 from pipedec.plan.partition import Measured, Plan, delay_by_sharing_ms, plan, room_of
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
 from pipedec.plan.table import plan_table
@@ -109,7 +108,9 @@ def over_links(latency_ms: float, gbps: float = 1.0, duplex: str = "full", **par
 
 
 def token_ms(planned: Plan) -> float:
-    return DraftSizing(planned).present.pace.ms_per_token
+    found = planned.default_method_ms()
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -179,16 +180,14 @@ def test_measured_times_take_the_place_of_data_sheets() -> None:
     given = ["--pass-ms", "1000", "--timestep-ms", "4000", "--timesteps", "1.25"]
     text = CliRunner().invoke(command, [str(PAPER), "--partition", "paper-14", *given]).output
     assert re.search(r"100\d\.\d ms   per token, without speculation", text)
-    assert re.search(r"the plan's .* 1\.25 +5\d{3}\.\d\n", text), "1.25 timesteps of four seconds and their links"
+    assert re.search(r"default method +5\d{3}\.\d ms", text), "1.25 timesteps of four seconds and their links"
 
 
 def test_more_timesteps_in_flight_take_more_of_them_by_a_token_than_were_measured() -> None:
     """Twice as many in flight, nearly twice as many by a token: most are lost with misses."""
-    paces = [
-        plan(over_links(40, passage=passage), measured=Measured(24.0, 13.0, 0.5)).pace(0.8, 1.5).timesteps_per_token
-        for passage in (3, 6, 12)
-    ]
-    assert paces == pytest.approx([0.5, 0.95, 1.85], rel=0.05)
+    plans = [plan(over_links(40, passage=passage), measured=Measured(24.0, 13.0, 0.5)) for passage in (3, 6, 12)]
+    timesteps = [planned.speculating_ms(0.8, 1.5) / planned.timestep_drafting(0.0) for planned in plans]
+    assert timesteps == pytest.approx([0.5, 0.95, 1.85], rel=0.05)
 
 
 def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> None:
