@@ -11,7 +11,6 @@ from functools import lru_cache, partial, reduce
 from itertools import takewhile
 from operator import getitem
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -29,13 +28,11 @@ _MAX_KEPT = 16  # structures
 _MAX_CHECKS = 200  # of a schema, to find the place of a mistake
 _PLACE_SECONDS = 0.5  # of the processor, for the same
 _MAX_MESSAGE = 300  # characters
-MAX_DEPTH = 512  # of rules and schemas that contain each other by reference; llguidance recurses without a limit
 TOO_DEEP = "it is nested too deeply"
 _LIMITS = LLParserLimits(max_items_in_row=10_000, verbose_errors=False)  # for objects with a thousand optional properties
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 _NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})  # of the names of properties
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_QUOTED = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])+/|//[^\n]*')  # texts, expressions and comments of Lark
 _VALUES = ("enum", "const", "default", "examples", "example")
 # Blanks as Python's ``json.dumps`` writes them: they are forced, and no model loops in them.
 _JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -61,7 +58,7 @@ def _mistake(text: str, tokens: LLTokenizer | None) -> str:
 
 
 def source(structure: StructuredOutputs) -> str:
-    """The structure as llguidance reads it. Raises UserError for what it cannot read, or would read by recursing too deeply."""
+    """The structure as llguidance reads it. Raises UserError for what it cannot read."""
     if structure.json is not None:
         return _schema_source(_schema(structure))
     if structure.regex is not None:
@@ -75,7 +72,6 @@ def source(structure: StructuredOutputs) -> str:
             lark = gbnf_to_lark(plain_gbnf(lark)) if is_gbnf(lark) else lark
         except Exception as error:
             raise UserError(f"structured_outputs.grammar: {one_line(str(error))}") from None
-        _require_shallow(_depth_of_rules(lark), structure.kind)
         return LLMatcher.grammar_from_lark(lark)
     return _schema_source({"type": "object"})
 
@@ -85,7 +81,6 @@ def _schema(structure: StructuredOutputs) -> dict[str, Any]:
     assert isinstance(structure.json, str)
     schema = json.loads(structure.json)
     try:
-        _require_shallow(_depth_of_schema(schema), structure.kind)
         return {"allOf": [schema]} if isinstance(schema, bool) else without_annotations(schema)
     except RecursionError:
         raise UserError(f"structured_outputs.json: {TOO_DEEP}") from None
@@ -118,75 +113,6 @@ def without_annotations(schema: Any) -> Any:
         elif not limits_nothing:
             kept[key] = value if key in _VALUES else without_annotations(value)
     return kept
-
-
-def _require_shallow(depth: int, kind: str) -> None:
-    if depth > MAX_DEPTH:
-        raise UserError(f"structured_outputs.{kind}: {TOO_DEEP}: its references make {depth} levels, but may make {MAX_DEPTH}")
-
-
-def _depth_of_schema(schema: Any) -> int:
-    """Levels of objects in a schema and in those that it refers to, along the deepest way that a reader goes."""
-
-    def references(place: str) -> list[tuple[str, int]]:
-        try:
-            part = reduce(_inner, filter(None, place.removeprefix("#").split("/")), schema)
-        except (LookupError, ValueError, TypeError):
-            return []  # llguidance says so
-        found, left = list[tuple[str, int]](), [(part, 1)]
-        while left:
-            value, level = left.pop()
-            if isinstance(value, dict):
-                if isinstance(target := value.get("$ref"), str):
-                    found.append((target, level))
-                left += [(inner, level + 1) for key, inner in value.items() if key not in ("$defs", "definitions")]
-            elif isinstance(value, list):
-                left += [(inner, level) for inner in value]
-        return found
-
-    return _depth("#", references)
-
-
-def _inner(value: Any, key: str) -> Any:
-    key = unquote(key).replace("~1", "/").replace("~0", "~")
-    return value[int(key)] if isinstance(value, list) else value[key]
-
-
-def _depth_of_rules(lark: str) -> int:
-    """The longest chain of rules, and of schemas in them, each of which names the next."""
-    schemas, plain = list[Any](), ""
-    for index, part in enumerate(re.split(r"%json\b", lark)):
-        if index:
-            try:
-                schema, end = json.JSONDecoder().raw_decode(part := part.lstrip())
-            except (ValueError, RecursionError):
-                schema, end = {}, 0  # llguidance says so
-            schemas.append(schema)
-            part = part[end:]
-        plain += part
-    bodies: dict[str, set[str]] = {}
-    pieces = re.split(r"(?m)^[ \t]*[?!]?([A-Za-z_]\w*)[^:\n]*:", _QUOTED.sub(" ", plain))
-    for name, body in zip(pieces[1::2], pieces[2::2], strict=True):
-        bodies[name] = set(re.findall(r"[A-Za-z_]\w*", body))
-    own = _depth("start", lambda rule: [(name, 1) for name in bodies.get(rule, ()) if name in bodies])
-    return own + max(map(_depth_of_schema, schemas), default=0)
-
-
-def _depth(start: str, references: Callable[[str], list[tuple[str, int]]]) -> int:
-    """The deepest that a reader gets who reads everything once: ``references`` has what a part refers to, and how deep in it."""
-    deepest, seen = 0, {start}
-    open_parts = [(iter(references(start)), 1)]
-    while open_parts:
-        following, level = open_parts[-1]
-        for target, inside in following:
-            deepest = max(deepest, level + inside)
-            if target not in seen:
-                seen.add(target)
-                open_parts.append((iter(references(target)), level + inside))
-                break
-        else:
-            open_parts.pop()
-    return deepest
 
 
 def _place(schema: Any, message: str, mistake_of: Callable[[Any], str]) -> str:

@@ -35,6 +35,36 @@ def test_a_structure_that_takes_too_long_to_compile_is_refused_and_the_next_is_c
     asyncio.run(asked())
 
 
+def _chain(length: int, of: str) -> StructuredOutputs:
+    if of == "schemas":
+        links = {f"d{n}": {"properties": {"x": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
+        return StructuredOutputs(json={"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {}}})
+    begin, is_, end = {
+        "GBNF": ("root ::= r0", "::=", '"y"'),
+        "Lark": ("start: r0", ":", '"y"'),
+        "JSON": ("start: r0", ":", "%json {}"),
+    }[of]
+    rules = [f'r{n} {is_} r{n + 1} | "x"' for n in range(length)]
+    return StructuredOutputs(grammar="\n".join([begin, *rules, f"r{length} {is_} {end}"]))
+
+
+@pytest.mark.parametrize("of", ["schemas", "GBNF", "Lark", "JSON"])
+@pytest.mark.failure_case("H26")
+def test_what_llguidance_recurses_into_too_deeply_is_refused_and_the_next_is_checked(of: str) -> None:
+    check_apart(_chain(100, of))
+
+    async def asked() -> None:
+        checks = StructureChecks(None)
+        try:
+            with pytest.raises(UserError, match="nested too deeply|takes more than"):
+                await checks.check(_chain(4000, of))
+            await checks.check(RIGHT)
+        finally:
+            await checks.aclose()
+
+    asyncio.run(asked())
+
+
 def test_without_a_model_mistakes_are_found_too() -> None:
     check_apart(RIGHT)
     with pytest.raises(UserError, match="invalid regex"):

@@ -136,28 +136,6 @@ def test_a_mistake_in_gbnf_is_told_with_its_line(grammar: str, message: str) -> 
         check(StructuredOutputs(grammar=grammar))
 
 
-def _chain(length: int, of: str) -> StructuredOutputs:
-    if of == "schemas":
-        links = {f"d{n}": {"properties": {"x": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(length)}
-        return StructuredOutputs(json={"$ref": "#/$defs/d0", "$defs": {**links, f"d{length}": {}}})
-    begin, is_, end = {
-        "GBNF": ("root ::= r0", "::=", '"y"'),
-        "Lark": ("start: r0", ":", '"y"'),
-        "JSON": ("start: r0", ":", "%json {}"),
-    }[of]
-    rules = [f'r{n} {is_} r{n + 1} | "x"' for n in range(length)]
-    return StructuredOutputs(grammar="\n".join([begin, *rules, f"r{length} {is_} {end}"]))
-
-
-@pytest.mark.parametrize("of", ["schemas", "GBNF", "Lark", "JSON"])
-@pytest.mark.failure_case("H26")
-def test_what_llguidance_would_recurse_into_too_deeply_is_refused_before(of: str, vocabulary: Vocabulary) -> None:
-    vocabulary.check(_chain(100, of))
-    for checked in (check, vocabulary.check, vocabulary.matcher):
-        with pytest.raises(UserError, match="nested too deeply"):
-            checked(_chain(1000, of))
-
-
 def test_special_tokens_of_a_grammar_are_looked_up_where_there_are_tokens(vocabulary: Vocabulary) -> None:
     check(StructuredOutputs(grammar="start: <|nope|>"))
     with pytest.raises(UserError, match=r'unknown special token: "<|nope|>"'):

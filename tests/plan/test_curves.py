@@ -1,4 +1,4 @@
-"""The expected speed of the default method: a draft's accuracy by its size, the timesteps that follow, and the line of ``plan``."""
+"""The expected speed of the default method: a draft's accuracy by its size, and the timesteps and the time that follow."""
 
 import io
 import re
