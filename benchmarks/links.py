@@ -481,7 +481,7 @@ def planned_ms(models: Mapping[str, str], point: Point, still: MeasuredTimes) ->
     document = {**_document([f"host-{number}" for number in range(point.hosts)], models), **given, "network": network}
     made = plan(cluster_from(document), measured=still)
     drafted_ms = made.default_method_ms()
-    return made.tpot_ms(0), nan if drafted_ms is None else drafted_ms
+    return made.tpot_ms, nan if drafted_ms is None else drafted_ms
 
 
 def ratios(points: Mapping[Point, Sequence[Measured]], planned: Planned | None = None) -> dict[Point, dict[str, float]]:

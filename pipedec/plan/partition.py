@@ -188,26 +188,14 @@ class Plan:
         fitted = MAX_FORWARDS if forward_ms == 0 else min(max(int(timestep_ms / forward_ms), 1), MAX_FORWARDS)
         return self.measured.timesteps_per_token / timesteps_per_token(top1, fitted, self.num_groups)
 
-    def ttft_ms(self, prompt_tokens: int, concurrent: int = 1) -> float:
-        """Time to first token without a queue. The prompt passes in chunks, one after the other, which fill what the rows of the
-        other ``concurrent`` - 1 requests, just as long and decoded plainly, leave of the knee, but at least an eighth of it."""
-        decoding = ceil((concurrent - 1) / self.passage)
-        chunk = max(self.knee - decoding, self.knee // 8, 1)
-        past = prompt_tokens // 2 + decoding * prompt_tokens
-        return (self.passage + ceil(prompt_tokens / chunk) - 1) * self._timestep_ms(Load(chunk + decoding, past))
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Time to first token in an empty pipeline. The prompt passes in chunks at the knee, one after the other."""
+        return (self.passage + ceil(prompt_tokens / self.knee) - 1) * self._timestep_ms(Load(self.knee, prompt_tokens // 2))
 
-    def last_ttft_ms(self, prompt_tokens: int, concurrent: int) -> float:
-        """Time to the last first token of ``concurrent`` requests that arrive together in an empty pipeline."""
-        chunks = concurrent * prompt_tokens / self.knee
-        return (self.passage + ceil(chunks) - 1) * self._timestep_ms(Load(self.knee, prompt_tokens // 2))
-
-    def tpot_ms(self, past: int, concurrent: int = 1) -> float:
-        """Time per output token of plain decoding: one passage, over which ``concurrent`` requests with ``past`` tokens each are
-        spread."""
-        if concurrent == 1:
-            return self.pass_ms(Load(1, past))
-        rows = ceil(concurrent / self.passage)
-        return self.passage * self._timestep_ms(Load(rows, rows * past))
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token of plain decoding."""
+        return self.pass_ms(Load(1))
 
     def pass_ms(self, load: Load) -> float:
         """One pass of this load around the ring."""

@@ -165,15 +165,7 @@ def shortest_round(start: str, stops: Sequence[str], length: Callable[[str, str]
 
     if len(stops) <= EXACT_STOPS:
         return list(min(itertools.permutations(stops), key=whole))
-    return min((_uncrossed(order, whole) for order in (list(stops), _nearest_first(start, stops, length))), key=whole)
-
-
-def _nearest_first(start: str, stops: Sequence[str], length: Callable[[str, str], int]) -> list[str]:
-    order, left = [start], list(stops)
-    while left:
-        order.append(min(left, key=lambda stop: length(order[-1], stop)))
-        left.remove(order[-1])
-    return order[1:]
+    return _uncrossed(list(stops), whole)
 
 
 def _uncrossed(order: list[str], whole: Callable[[Iterable[str]], int]) -> list[str]:

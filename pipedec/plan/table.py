@@ -18,7 +18,6 @@ from pipedec.plan.placement import Placement
 
 _PROMPT_TOKENS = 1000
 _REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
-_CONCURRENT = (1, 4, 8, 16, 32, 64)
 
 
 def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
@@ -99,8 +98,9 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         f"a hop in {hop_ms:.1f} ms",
         f"  whole pipeline       {plan.timestep_ms * plan.passage:7.1f} ms   per miss: one passage",
         *_in_flight(plan),
-        f"  plain pipeline (pp)  {plan.tpot_ms(0):7.1f} ms   per token, without speculation",
+        f"  plain pipeline (pp)  {plan.tpot_ms:7.1f} ms   per token, without speculation",
         *([] if drafted_ms is None else [f"  default method       {drafted_ms:7.1f} ms   per token, estimated"]),
+        f"  first token          {plan.ttft_ms(_PROMPT_TOKENS):7.1f} ms   of a prompt of {_PROMPT_TOKENS:,} tokens",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
@@ -108,12 +108,6 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
         _line("requests", [f"{plan.kv.requests(tokens):,}" for tokens in _REQUEST_TOKENS]),
-        "",
-        f"Expected with plain decoding and prompts of {_PROMPT_TOKENS:,} tokens:",
-        _line("requests", [f"{count:,}" for count in _CONCURRENT]),
-        _line("first token (ms)", [f"{plan.ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
-        _line("all at once, last", [f"{plan.last_ttft_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
-        _line("per token (ms)", [f"{plan.tpot_ms(_PROMPT_TOKENS, count):,.0f}" for count in _CONCURRENT]),
     ]
 
 

@@ -56,7 +56,7 @@ def test_what_llguidance_recurses_into_too_deeply_is_refused_and_the_next_is_che
     async def asked() -> None:
         checks = StructureChecks(None)
         try:
-            with pytest.raises(UserError, match="nested too deeply|takes more than"):
+            with pytest.raises(UserError, match=r"nested too deeply|takes more than"):
                 await checks.check(_chain(4000, of))
             await checks.check(RIGHT)
         finally:

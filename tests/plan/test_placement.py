@@ -67,7 +67,7 @@ def test_the_plan_says_what_the_order_of_hosts_saves() -> None:
     within_ms = 4 * 0.02  # rank 0 and stage 1, and the stages of the other hosts
     assert found.ring_us / 1000 == pytest.approx(5 + 6 + 7 + 8 + within_ms)
     assert listed.ring_us / 1000 == pytest.approx(between := 40 + 6 + 40 + 8 + within_ms)
-    assert listed.tpot_ms(0) - found.tpot_ms(0) == pytest.approx(94 - 26, rel=0.01)
+    assert listed.tpot_ms - found.tpot_ms == pytest.approx(94 - 26, rel=0.01)
     output = io.StringIO()
     Console(width=100, file=output).print(plan_table(found))
     assert "  latency                 26.1 ms   around the ring, one way over every link\n" in output.getvalue()
