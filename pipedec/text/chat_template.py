@@ -18,7 +18,6 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from pipedec.core.errors import UserError
@@ -38,7 +37,7 @@ class ChatTemplate:
         self._max_seconds = max_seconds
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters |= {"tojson": _tojson, _WITHIN: _within_limits}
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "dict": _Dict(), "namespace": _Namespace}
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         try:
             self._template = environment.from_string(_Guarded().visit(environment.parse(source)))
         except TemplateError as error:
@@ -187,33 +186,3 @@ def _refuse(message: str) -> None:
 
 def _now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
-
-
-class _Dict:
-    """``dict`` without its other attributes."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(Namespace):
-    """Refuses names that begin with an underscore, which could reach Python's internals."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # a template may name an attribute self
-        self, rest = args[0], args[1:]
-        attributes = dict(*rest, **values)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"stores the attribute {name!r}, whose name begins with an underscore")
