@@ -56,7 +56,7 @@ def up(
         die_with_parent()  # raises BrokenPipeError if it has ended already
         print(json.dumps({"pid": os.getpid()}), flush=True)
     server = redis_config(place.redis)
-    is_second = for_parent and any(state.run_id == DEFAULT_RUN for state in running_here())  # of a server, which has no --run
+    is_second = for_parent and any(state.run_id == DEFAULT_RUN for state in running_here())  # a server has no --run
     run_id = place.run or (DEFAULT_RUN if server.url and not is_second else f"local-{secrets.token_hex(4)}")
     check_unused(run_id)
     if detach:

@@ -252,8 +252,8 @@ def request_options(command: Command) -> Command:
     """Add the options of a request and those of the methods; the command gets them as ``asked``."""
     own: dict[str, Option] = {}
     for name in OPTION_NAMES:
-        meanings: dict[str, list[str]] = {}  # of the option, with the methods that take it so and their defaults
-        choices: dict[str, None] = {}  # of all these methods
+        meanings: dict[str, list[str]] = {}  # what the option means, and to which methods with which defaults
+        choices: dict[str, None] = {}  # those of all methods together
         for entry in METHODS.values():
             if name in entry.option_names:
                 rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)

@@ -23,7 +23,7 @@ from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
 from pipedec.validation import shortened
 
-_VERSION = 3  # of what is written
+_VERSION = 3  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 INDEX_FILE = "gguf.json"
-WEIGHTS_FILE = "model.gguf"  # of a checkpoint's directory
+WEIGHTS_FILE = "model.gguf"  # its name in a checkpoint's directory
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 

@@ -32,7 +32,7 @@ from pipedec.text.prompt import end_token_ids, load_tokenizer
 
 MAX_WAITING = 32  # structures
 _PROCESSES = 2  # at most, that check at a time
-_SECONDS = 1.0  # of the processor, for one structure; a rank that admits it needs no more
+_SECONDS = 1.0  # processor time for one structure; a rank that admits it needs no more
 _STACK_BYTES = 4 << 20  # half of what threads have in a rank
 _MEMORY_BYTES = 8 << 30
 _MAX_VERDICTS = 1024  # that are kept
@@ -134,7 +134,7 @@ class _Process:
     def __init__(self, directory: Path | None) -> None:
         self._arguments = () if directory is None else (str(directory),)
         self._process: asyncio.subprocess.Process | None = None
-        self._number = 0  # of the last question
+        self._number = 0  # the last question has it
 
     async def verdict(self, document: bytes) -> str:
         if self._process is None or self._process.returncode is not None:

@@ -81,7 +81,7 @@ class Grammar:
         self._end_token_ids = end_token_ids
         self._matcher: LLMatcher | None = None
         self._accepted: list[int] = []  # those before the root
-        self._num_consumed = 0  # of the accepted tokens, by the matcher
+        self._num_consumed = 0  # accepted tokens that the matcher has consumed
         self._ahead: list[int] = []  # tokens that it has consumed after these
         self._root: _State | None = None  # None until it is asked for
         self._after: list[int] = []  # tokens that are accepted, too, after the root

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _MAX_KEPT = 16  # structures
-_MAX_CHECKS = 200  # of a schema, to find the place of a mistake
-_PLACE_SECONDS = 0.5  # of the processor, for the same
+_MAX_CHECKS = 200  # changed schemas that are tried to find the place of a mistake
+_PLACE_SECONDS = 0.5  # processor time for that
 _MAX_MESSAGE = 300  # characters
 TOO_DEEP = "it is nested too deeply"
 _LIMITS = LLParserLimits(max_items_in_row=10_000, verbose_errors=False)  # for objects with a thousand optional properties
 _FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-_NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})  # of the names of properties
+_NO_LIMIT: tuple[Any, ...] = ({}, True, {"type": "string"})  # schemas for names of properties that allow all names
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples", "example")
 # Blanks as Python's ``json.dumps`` writes them: they are forced, and no model loops in them.

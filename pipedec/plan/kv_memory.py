@@ -14,7 +14,7 @@ from pipedec.topology import rank_name
 from pipedec.validation import shown_bytes
 
 DEFAULT_BYTES = 2 * 2**30  # per rank, where no device says how much there is
-TREE_ROWS = 512  # of all requests together that are in flight per timestep of a passage
+TREE_ROWS = 512  # in flight per timestep of a passage, all requests together
 LEAST_TOKENS = 256  # a budget for fewer is a mistake
 CPU_BLOCK = 16  # slots that are handed out together
 CUDA_BLOCK = 256  # that flash-attention with block tables needs

@@ -26,7 +26,7 @@ from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudge
 from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
 from pipedec.topology import Topology
 
-_LEAST_GAIN = 0.05  # of a passage longer than there are groups, as it needs more memory
+_LEAST_GAIN = 0.05  # a passage longer than there are groups must gain so much, as it needs more memory
 
 
 @dataclass(frozen=True)

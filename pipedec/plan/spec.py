@@ -200,7 +200,7 @@ class PipelineSpec:
         start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
         token_bytes = (stop - start) * costs.layer_token_bytes
         held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
-        beyond_the_slots = self.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
+        beyond_the_slots = self.kv_block * token_bytes  # the pool also holds a learned prompt, and unused slots
         return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
 
     def _costs(self, rank: int) -> ModelCosts:

@@ -85,7 +85,7 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
     hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
     sizes = sorted(plan.kv.tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     kv_gb = f"{sizes[0]:.1f}" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
-    parts = Counter[Placement]()  # of the ranks that share a GPU
+    parts = Counter[Placement]()  # bytes of the ranks that share a GPU
     for rank in [*([plan.draft] if plan.draft else []), *plan.stages]:
         parts[rank.placement] += rank.memory_bytes
     left = {place.device: DEVICES[place.device].memory_bytes - most for place, most in parts.items()}

@@ -29,7 +29,7 @@ class AnswerPart:
     text: str
     tokens: Sequence[TokenLogprob] = ()  # if log-probabilities were asked for; in order, and complete when the answer is
     threads: Sequence[ThreadNews] = ()
-    output_tokens: int = 0  # of the answer, so far
+    output_tokens: int = 0  # that have arrived so far
     completion: Completion | None = None  # with the last part
 
     @property

@@ -37,9 +37,9 @@ class ServerSettings:
     allow_credentials: bool = False
     max_body_bytes: int = 16 << 20  # larger ones are refused with 413
     body_seconds: float = 30.0  # in which a body must arrive (408)
-    ping_seconds: float = 15.0  # of silence, after which a stream sends a comment to keep proxies from closing it
+    ping_seconds: float = 15.0  # after so long a silence a stream sends a comment, which keeps proxies from closing it
     send_seconds: float = 60.0  # after which a client that reads nothing of its stream loses it
-    max_prompts: int = 1024  # of one request to ``/v1/completions``
+    max_prompts: int = 1024  # that one request to ``/v1/completions`` may have
 
     @property
     def model_name(self) -> str:
@@ -63,7 +63,7 @@ class ServedRun:
     tokenizer: Tokenizer
     description: RunDescription
     max_model_len: int  # tokens of a prompt and its answer together
-    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that do not set them
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)  # for requests that do not set them
 
     @property
     def vocab_size(self) -> int:
@@ -80,8 +80,8 @@ class ServedRun:
 class Generation:
     """One answer that a client asked for: a choice of one prompt of an HTTP request."""
 
-    response_id: str  # of the response that it belongs to, ``cmpl-…`` or ``chatcmpl-…``
-    request_id: str  # of the HTTP request, as the client or the server chose it (``X-Request-Id``); it need not be unique
+    response_id: str  # the response that it belongs to, ``cmpl-…`` or ``chatcmpl-…``
+    request_id: str  # the HTTP request, as client or server have named it (``X-Request-Id``); it need not be unique
     endpoint: str  # path of the route, ``/v1/chat/completions`` for example
     model: str  # the served name
     n: int  # choices per prompt that the HTTP request asked for
@@ -90,7 +90,7 @@ class Generation:
     prompt_tokens: int
     prompt_text: str  # as the client gave it, messages as JSON
     started: float  # when the HTTP request's body had arrived
-    number: int | None = None  # of the engine's request; None before it is submitted
+    number: int | None = None  # names the engine's request; None before it is submitted
     output_tokens: int = 0  # that have arrived so far
 
 

@@ -58,7 +58,7 @@ class ServerMetrics(Observer):
         self._sources: tuple[StatusOf, DescriptionOf] | None = None
         self._now = now
         self._asked = -math.inf
-        self._arrivals: dict[Generation, tuple[float, float]] = {}  # of the first and the last token
+        self._arrivals: dict[Generation, tuple[float, float]] = {}  # when the first and the last token arrived
         self._ttft = self._histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_SECONDS)
         self._between = self._histogram("inter_token_latency_seconds", "Time between arrivals of tokens.", _TOKEN_SECONDS)
         text = "The older name of inter_token_latency_seconds."

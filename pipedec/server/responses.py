@@ -62,12 +62,12 @@ class LogprobWriter:
         best: list[dict[str, float] | None] = []
         offsets = []
         for chosen, known in tokens:
-            offsets.append(self._offset)  # of a token that ends a character, where that character begins
+            offsets.append(self._offset)  # where a token only ends a character, the offset of that character
             self._offset += len(self._characters.decode(self._tokenizer.token_bytes(chosen)))
             if known is None:
                 best.append(None)
                 continue
-            values: dict[str, float] = {}  # of tokens that look alike, the more probable one
+            values: dict[str, float] = {}  # where tokens look alike, the more probable one
             for token, value in [(chosen, known[chosen]), *self._best(known)]:
                 values.setdefault(self._name(token), value)
             best.append(values)

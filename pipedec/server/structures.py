@@ -35,7 +35,7 @@ _OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choi
 @dataclass(frozen=True)
 class Structure:
     outputs: StructuredOutputs
-    field: str  # of the body, that asks for it
+    field: str  # the one in the body that asks for it
     parts: tuple[tuple[str, StructuredOutputs], ...] = ()  # schemas of which it is made, with their places in the body
 
 
@@ -115,7 +115,7 @@ class ToolUse:
     form: ToolFormat
     names: frozenset[str]
     shown: list[dict[str, Any]] | None  # the tools as the chat template gets them; None for a template that knows none
-    structure: Structure | None  # of an answer that must call; None if it need not
+    structure: Structure | None  # if the answer must call a tool
     is_single: bool  # at most one call
 
 

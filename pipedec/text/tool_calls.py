@@ -77,8 +77,8 @@ def tool_format(template: str) -> ToolFormat | None:
 class CallPart:
     """A new part of a call."""
 
-    index: int  # of the call in its answer
-    name: str | None  # of the tool, with the first part of a call; else None
+    index: int  # counts the calls of an answer, from 0
+    name: str | None  # the tool, with the first part of a call; else None
     arguments: str  # a piece of JSON text
 
 
@@ -169,7 +169,7 @@ class CallReader:
         if place is None:
             self._num_seen = len(self._held)
             return False
-        end = self._num_seen + place  # of an object that does not begin as most calls do
+        end = self._num_seen + place  # here ends an object that does not begin as most calls do
         call = _call_in(self._held[:end])
         if call is None or call[0] not in self._names:
             return self._reject()

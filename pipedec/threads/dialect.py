@@ -19,7 +19,7 @@ from pipedec.core.errors import UserError
 from pipedec.validation import parse_json, read_text
 
 DIALECTS = ("apar", "pasta", "parallel")
-_MAX_DIGITS = 9  # of a stated length
+_MAX_DIGITS = 9  # that a stated length may have
 _NEVER = -(2**62)  # no vocabulary has this token
 _UNLIMITED = 2**62
 _DIRECTORY = Path(__file__).parent / "dialects"
@@ -148,7 +148,7 @@ class OpenerTag:
 
     start: int  # index of its first token in the thread
     num_tokens: int = 1
-    text: str = ""  # of the tokens after the opener
+    text: str = ""  # what the tokens after the opener spell
 
 
 @dataclass(frozen=True)
