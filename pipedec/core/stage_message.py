@@ -1,4 +1,4 @@
-"""What one rank sends to the next in a timestep."""
+"""The message that one rank sends to the next in a timestep."""
 
 from __future__ import annotations
 

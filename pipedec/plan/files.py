@@ -4,17 +4,14 @@ may take over any rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, has_weights, merged, rank_parts, span_shapes
+from pipedec.checkpoints import CheckpointPart, merged, rank_parts
 from pipedec.config import NONE, ClusterConfig
 from pipedec.core.errors import UserError
-from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_config
-from pipedec.gguf import model_files
-from pipedec.hardware import DTYPE_BYTES
+from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places
 
@@ -45,15 +42,11 @@ def host_parts(config: ClusterConfig, spares: Sequence[Placement] = ()) -> dict[
 
 @dataclass(frozen=True)
 class NeededFile:
-    """A file with weights, and who needs it.
-
-    ``num_bytes`` is an estimate from its tensors' shapes if it is not on this machine, None if that is impossible.
-    """
+    """A file with weights, and who needs it."""
 
     key: str
     path: Path
-    num_bytes: int | None
-    is_here: bool
+    num_bytes: int | None  # None if it is not on this machine
     hosts: tuple[str, ...]
 
 
@@ -64,23 +57,7 @@ def needed_files(parts: Mapping[str, Sequence[CheckpointPart]]) -> list[NeededFi
         for part in its_parts:
             for file in part.files():
                 hosts.setdefault((part.key, file), []).append(host)
-    models = {part.key: part.model for its_parts in parts.values() for part in its_parts}
-    sizes = {key: _estimated_sizes(model) if key != "bita" else {} for key, model in models.items()}
     return [
-        NeededFile(key, file, file.stat().st_size if file.is_file() else sizes[key].get(file), file.is_file(), tuple(needed_by))
+        NeededFile(key, file, file.stat().st_size if file.is_file() else None, tuple(needed_by))
         for (key, file), needed_by in sorted(hosts.items(), key=lambda item: ("target draft bita".find(item[0][0]), item[0][1]))
     ]
-
-
-def _estimated_sizes(model: str) -> dict[Path, int]:
-    """Sizes of the files of a checkpoint that are not here, by the shapes of their tensors."""
-    if not has_weights(model_files(model)):
-        return {}
-    config, stored = model_config(Path(model)), TensorFiles(model)
-    shapes = span_shapes(config, LayerSpan(range(config.num_hidden_layers), first=True, last=True), stored.file_of)
-    sizes: dict[Path, int] = {}
-    for name, shape in shapes.items():
-        if name in stored.file_of:
-            file = stored.file_of[name]
-            sizes[file] = sizes.get(file, 0) + math.prod(shape) * DTYPE_BYTES.get(checkpoint_dtype(model), 2)
-    return sizes

@@ -68,11 +68,9 @@ def files_table(hosts: Collection[str], files: Sequence[NeededFile]) -> Group:
 
 
 def _size(files: Sequence[NeededFile]) -> str:
-    """Their GB; about, if some are not on this machine."""
-    if any(file.num_bytes is None for file in files):
-        return "?"
-    about = "" if all(file.is_here for file in files) else "~"
-    return f"{about}{sum(file.num_bytes or 0 for file in files) / GIGA:.2f}"
+    """Their GB, if they are on this machine."""
+    sizes = [file.num_bytes for file in files if file.num_bytes is not None]
+    return f"{sum(sizes) / GIGA:.2f}" if len(sizes) == len(files) else "?"
 
 
 def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
