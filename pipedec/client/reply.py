@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from msgspec.structs import replace
@@ -84,11 +83,6 @@ class TokenArrivals:
     def ttft_seconds(self) -> float | None:
         """Time to first token; None if none has arrived."""
         return self.events[0][0] if self.events else None
-
-    @property
-    def itl_seconds(self) -> list[float]:
-        """Inter-token latency: the times between events with tokens."""
-        return [after - before for (before, _), (after, _) in pairwise(self.events)]
 
     @property
     def tpot_seconds(self) -> float | None:

@@ -59,12 +59,12 @@ def rank_places(config: ClusterConfig, partition_name: str | None = None) -> tup
     return (places.draft or Placement(places.host, "cpu", 0), *places.stages)
 
 
-def spare_places(config: ClusterConfig, partition_name: str | None = None, count: int | None = None) -> tuple[Placement, ...]:
+def spare_places(config: ClusterConfig, count: int | None = None) -> tuple[Placement, ...]:
     """The devices that stand by for a partition: those that the file names, else ``count`` of those that the partition leaves.
 
     ``count`` devices, those of hosts without a rank first; None for all that the file names. UserError if there are fewer.
     """
-    taken = rank_places(config, partition_name)
+    taken = rank_places(config)
     hosts = {place.host for place in taken}
     free = [place for server in config.servers for place in _devices_of(server) if place not in taken]
     if config.spares:

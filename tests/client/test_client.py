@@ -170,4 +170,3 @@ def test_tpot_is_the_time_from_the_first_token_to_the_last_over_the_tokens_betwe
         arrivals.note(tokens)
     assert arrivals.ttft_seconds == 0.5
     assert arrivals.tpot_seconds == pytest.approx(1.5 / 5)
-    assert arrivals.itl_seconds == pytest.approx([0.5, 1.0])

@@ -411,7 +411,7 @@ def sharing(**partition: object) -> ClusterConfig:
 def test_rank_0_takes_the_device_of_the_last_stage_of_its_kind_on_its_host(paper: ClusterConfig) -> None:
     places = rank_places(paper, "7x2-3090")
     assert places[0] == places[14] == Placement("node-7", "rtx3090", 1) and len(set(places)) == 14
-    assert not set(places) & set(spare_places(paper, "7x2-3090", 20))
+    assert not set(places) & set(spare_places(paper.for_partition("7x2-3090"), 20))
     assert rank_places(sharing())[0] == rank_places(sharing())[3] == Placement("a", "rtx3090", 2)
     assert rank_places(sharing(stages=2))[0] == Placement("a", "rtx3090", 1), "stages come first"
     without = paper.for_partition("7x2-3090", {"draft": "none"})
