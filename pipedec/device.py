@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
-Stream = Any  # of the calls of ``torch.cuda``, which a test replaces
+Stream = Any  # as ``torch.cuda`` has it, which a test replaces
 Event = Any
 
 

@@ -16,19 +16,19 @@ GIGA = 1_000_000_000
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
-WIDENED_VALUES = 1 << 26  # of a quantized matrix that a GPU widens at once: with fewer, products are too narrow to fill it
+WIDENED_VALUES = 1 << 26  # that a GPU widens of a quantized matrix at once: with fewer, products are too narrow to fill it
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
 # two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
 # not been timed on a GPU.
 LAUNCH_US_PER_LAYER = 15.0
 # The largest forward that is captured as a graph, whose buffers a plan counts.
 CAPTURED_ROWS = 256  # with more of them computing takes longer than launching kernels
-CAPTURED_SLOTS = 1 << 15  # of all requests; each layer copies their keys and values
-CAPTURED_CELLS = 1 << 21  # of the rectangles of rows and slots
+CAPTURED_SLOTS = 1 << 15  # all requests together; each layer copies their keys and values
+CAPTURED_CELLS = 1 << 21  # in the rectangles of rows and slots
 # Rows that torch's kernel for 4-bit weights in bfloat16 on a GPU multiplies at once (ATen/native/cuda/int4mm.cu,
 # tinygemm_m16n8k16_chunk_kernel): each tile of so many rows is a block of its own, which reads and widens all weights again.
 INT4_KERNEL_ROWS = 16
-_SMALLEST_SHARE = 0.95  # of the memory on the data sheet: drivers keep some of it
+_SMALLEST_SHARE = 0.95  # a card has at least so much of the memory on its data sheet: drivers keep some of it
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
 
-_SLOTS = 4096  # of a pool whose size is not configured
+_SLOTS = 4096  # in a pool whose size is not configured
 _MAX_RESERVED = 1024  # slots for tokens of the answer that a lane gets when it opens
 
 
@@ -42,7 +42,7 @@ class DraftModel:
     ) -> None:  # fmt: skip
         self._model = model
         self._vocabulary = vocabulary  # None if the model has the target's tokens
-        self._vocab_size = self._num_known = model.config.vocab_size  # of the target; tokens that can be proposed
+        self._vocab_size = self._num_known = model.config.vocab_size  # the size of the target's; how many tokens can be proposed
         self._tokens: Tensor | None = None
         if vocabulary is not None:
             self._vocab_size = len(vocabulary.draft_ids)

@@ -32,7 +32,7 @@ Row = tuple[int, int]  # thread, and row of its tree
 class Entering:
     """Rows of one request that enter a forward of the draft model."""
 
-    token_ids: list[int]  # of the R rows
+    token_ids: list[int]  # what the R rows hold
     rows: LaneRows
     drafted: list[Row]  # the rows of trees, which are the last F of the rows
 

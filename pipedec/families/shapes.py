@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-Shape = tuple[int, ...]  # of a tensor
+Shape = tuple[int, ...]  # the sizes of a tensor
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pipedec.core.records import Record
 from pipedec.core.sampling import SamplingParams
 from pipedec.validation import parse_json, to_json
 
-LOCAL_TENANT = "local"  # of all requests that do not come through an HTTP server: who can send them can also read the others
+LOCAL_TENANT = "local"  # that of all requests without an HTTP server: who can send them can also read the others
 
 
 class PromptRequest(Record, frozen=True):

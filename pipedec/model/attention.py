@@ -136,7 +136,7 @@ class LayersShape:
 
     layers: tuple[LayerShape, ...]
     hidden_size: int  # E
-    dtype: torch.dtype  # of activations, keys and values
+    dtype: torch.dtype  # that of activations, keys and values
 
     @property
     def masks(self) -> list[Mask]:
@@ -234,7 +234,7 @@ class Rows:
 
     positions: Tensor  # int64 [R]
     lengths: Tensor  # int64 [R], the sequence length that each row's rotary frequencies depend on, for rope types that have one
-    slots: slice | Tensor  # of the pool, where their keys and values go: int64 [R], or a slice if they are consecutive
+    slots: slice | Tensor  # where their keys and values go in the pool: int64 [R], or a slice if they are consecutive
     pool: KVPool
     attention: RowAttention
 

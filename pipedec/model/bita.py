@@ -43,7 +43,7 @@ class BitaConfig(Record, frozen=True):
     num_masks: Annotated[int, Meta(ge=1, le=MAX_MASKS)]  # M
     num_prompt_tokens: Annotated[int, Meta(ge=0)]  # Q; 0 without a prompt
     prompting: Literal["deep", "shallow", "none"] = "deep"
-    markov_rank: Annotated[int, Meta(ge=0)] = 0  # of the Markov table; 0 without one
+    markov_rank: Annotated[int, Meta(ge=0)] = 0  # the rank of the Markov table; 0 without one
 
     @classmethod
     def from_directory(cls, directory: Path) -> BitaConfig:

@@ -61,7 +61,7 @@ class KVPool:
         self._layers: list[tuple[Tensor, ...]] = [()] * len(layers)  # [2, K, slots, D], or keys and values, each [1, K, slots, D]
         self._places: list[list[tuple[int, int]]] = [
             [] for _ in layers
-        ]  # of keys and values: plane, and index into its first axes
+        ]  # for keys and values: plane, and index into its first axes
         with torch.inference_mode(False):  # a tensor made in inference mode could only be written there
             for shape in dict.fromkeys(layers):
                 members = [layer for layer, other in enumerate(layers) if other == shape]
@@ -166,7 +166,7 @@ class KVCache:
         self.prompt = pool.prompt_slots if with_prompt else range(0)
         self.slots = 0
         self._runs: list[range] = []  # slots of the pool; no two are adjacent there
-        self._firsts: list[int] = []  # of each run, the first of the cache's slots
+        self._firsts: list[int] = []  # the first of the cache's slots in each run
         self.extend(slots)
         first, count = copied
         if not 0 <= count <= cached <= self.slots or not 0 <= first <= first + count <= pool.slots:

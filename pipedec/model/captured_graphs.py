@@ -34,9 +34,9 @@ from pipedec.model.attention import (
 from pipedec.model.cache import KVPool
 from pipedec.tree import Visibility
 
-FEWEST_SLOTS = 128  # of a request in a bucket
+FEWEST_SLOTS = 128  # that a request in a bucket has
 MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
-MOST_GRAPHS = 256  # of one pool
+MOST_GRAPHS = 256  # in one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
 
 Run = Callable[[], None]

@@ -87,7 +87,7 @@ class PagedRows:
     rows: Tensor  # int64 [T], indices into the forward's rows, request by request
     first_rows: Tensor  # int32 [B + 1], where each request's rows begin among ``rows``, and their number
     first_slots: Tensor  # int32 [B + 1], the same of slots
-    most_rows: int  # of any request
+    most_rows: int  # those of the request with the most
     most_slots: int
     block_table: Tensor  # int32 [B, blocks], the pool's blocks of each request; padded with its first one
 

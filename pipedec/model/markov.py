@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-NAMES = ("markov_previous", "markov_following", "markov_gates")  # of the tensors in a BiTA's file
+NAMES = ("markov_previous", "markov_following", "markov_gates")  # what a BiTA's file calls the tensors
 
 
 @dataclass(frozen=True)

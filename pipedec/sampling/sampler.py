@@ -70,7 +70,7 @@ class History:
     def __init__(self, vocab_size: int, device: torch.device | str) -> None:
         self._in_prompt_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._accepted_V = torch.zeros(vocab_size, dtype=torch.float64, device=device)
-        self._seen_T = torch.zeros(0, dtype=torch.int64, device=device)  # of both, in order of arrival
+        self._seen_T = torch.zeros(0, dtype=torch.int64, device=device)  # tokens of both, in order of arrival
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""

@@ -29,7 +29,7 @@ UNSEEN = 2**40  # in place of the token index, for rows that are not certain: on
 class Remaining(Enum):
     """The rows of a thread's tree that remain after a verdict."""
 
-    SUBTREE = "subtree"  # of the last accepted token
+    SUBTREE = "subtree"  # the one below the last accepted token
     ROOT = "root"  # the last accepted token alone: the thread has ended, but other threads will attend to that token
     NOTHING = "nothing"
 
