@@ -5,10 +5,9 @@ from pipedec.checkpoints.digests import (
     TensorDigests,
     combined,
     config_digest,
-    content_digest,
     fingerprint,
     first_difference,
-    remember,
+    sample_digest,
     weight_files,
     weights_digest,
 )
@@ -23,10 +22,10 @@ from pipedec.checkpoints.parts import (
     rank_parts,
     span_shapes,
 )
-from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
+from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
 __all__ = [
-    "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "LayerSpan", "TensorDigests", "TensorFiles", "check_here",
-    "check_trained_for", "combined", "config_digest", "content_digest", "fingerprint", "first_difference", "has_weights",
-    "merged", "part_digests", "rank_parts", "remember", "span_shapes", "weight_files", "weights_digest",
+    "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "LayerSpan", "StoredTensor", "TensorDigests", "TensorFiles",
+    "check_here", "check_trained_for", "combined", "config_digest", "fingerprint", "first_difference", "has_weights",
+    "merged", "part_digests", "rank_parts", "sample_digest", "span_shapes", "weight_files", "weights_digest",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipedec.checkpoints.digests import VOCABULARY_FILE, Progress, fingerprint, tensor_digests
+from pipedec.checkpoints.digests import VOCABULARY_FILE, fingerprint, tensor_digests
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape, json_object, model_config
@@ -125,9 +125,7 @@ def check_here(parts: Iterable[CheckpointPart], whose: str) -> None:
         raise UserError(f"{whose} lacks {named}{more} of {missing[0].parent}: copy what is missing with `pipedec distribute`")
 
 
-def part_digests(
-    parts: Iterable[CheckpointPart], cache: Path | None, progress: Progress, whatever_is_here: bool = False
-) -> dict[str, dict[str, str]]:
+def part_digests(parts: Iterable[CheckpointPart], whatever_is_here: bool = False) -> dict[str, dict[str, str]]:
     """Digests by model and name: of the tensors of these parts, or of all tensors that this host has. See ``tensor_digests``.
 
     Raises UserError if a file that is needed is not here, or cannot be read.
@@ -140,7 +138,7 @@ def part_digests(
         names = list(files.places) if whatever_is_here else part.tensors(files)
         files.check_here(names)
         chosen[part.key] = [files.places[name] for name in names]
-    digests = tensor_digests([tensor for tensors in chosen.values() for tensor in tensors], cache, progress)
+    digests = tensor_digests([tensor for tensors in chosen.values() for tensor in tensors])
     return {key: {tensor.name: digests[tensor] for tensor in tensors if tensor in digests} for key, tensors in chosen.items()}
 
 

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import click
 from msgspec import Meta
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from pipedec.cli.cluster import Detach, detach_cluster, serve_cluster
 from pipedec.cli.options import RunName
 from pipedec.cli.show import console
-from pipedec.cluster.distribution import Delivery, Missing, Sources
+from pipedec.cluster.distribution import Folder, folders, send
 from pipedec.cluster.launched import LaunchedCluster, for_hosts
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.node import main as watch_ranks
 from pipedec.cluster.state import DEFAULT_RUN, check_unused
-from pipedec.config import load_cluster
+from pipedec.config import ServerConfig, load_cluster
 from pipedec.config.settings import given_settings
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.flags import Help, own_options
@@ -38,9 +34,7 @@ from pipedec.plan.table import files_table, plan_table
 from pipedec.topology import rank_name
 
 _SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
-_MAX_HOSTS = 4  # that get files at once: they share this machine's disk and network
 
-Result = TypeVar("Result")
 Milliseconds = Annotated[float, Meta(gt=0)] | None
 
 
@@ -134,25 +128,37 @@ def distribute(
     source: Annotated[
         Path | None, Help("Folder in which this machine has the checkpoints, under the same names.", "DIR", flag="--from")
     ] = None,
+    checksum: Annotated[bool, Help("Compare every byte of all files; else equal sizes and times are enough.")] = False,
 ) -> None:
-    """Copy to every host what it lacks of the checkpoints, over ssh.
+    """Copy to every host what it lacks of the checkpoints, by rsync.
 
     FILE is a cluster.yaml. A host gets the files that its ranks read, and all of them if it has spares. A copy that was
-    interrupted goes on where it stopped; files that are there with the same content are left alone.
+    interrupted goes on where it stopped; files that are there are left alone. Needs rsync 3.2.3 or newer on this machine and the
+    hosts.
     """
     config = for_hosts(load_cluster(file).for_partition(partition))
     models = checkpoints_of(config)
     here = config if source is None else config.for_partition(given={key: _under(source, model) for key, model in models.items()})
-    parts, sources = host_parts(here, spare_places(here, count=spares)), Sources(models)
-    with console.status("Reading the checkpoints") as status:
-        wanted = {
-            host: sources.wanted(found, lambda path: status.update(f"Checking {path.name}")) for host, found in parts.items()
-        }
-    with ThreadPoolExecutor(_MAX_HOSTS) as threads, ExitStack() as stack:
-        deliveries = {host: stack.enter_context(Delivery(config, host, files)) for host, files in wanted.items()}
-        with console.status("Asking the hosts what they lack"):
-            missing = _of_all(threads, {host: delivery.compare for host, delivery in deliveries.items()})
-        _send(threads, deliveries, missing)
+    complaints = []
+    for host, parts in host_parts(here, spare_places(here, count=spares)).items():
+        try:
+            sizes = _send(config.server(host), folders(parts, models), checksum)
+        except UserError as error:
+            complaints.append(str(error))
+            continue
+        sent = f"{len(sizes)} files, {sum(sizes) / GIGA:.2f} GB" if sizes else "nothing is missing"
+        console.print(f"{host}: {sent}", soft_wrap=True)
+    if complaints:
+        raise UserError("; ".join(dict.fromkeys(complaints)))
+
+
+def _send(server: ServerConfig, wanted: Sequence[Folder], checksum: bool) -> list[int]:
+    with console.status(f"{server.host}: comparing") as status:
+        return [
+            size
+            for folder in wanted
+            for size in send(server, folder, checksum, lambda line: status.update(f"{server.host}: {line}"))
+        ]
 
 
 def _under(folder: Path, model: str) -> str:
@@ -162,32 +168,6 @@ def _under(folder: Path, model: str) -> str:
     if not found.exists():
         raise UserError(f"{found} does not exist: --from names a folder that holds {found.name}")
     return str(found.absolute())
-
-
-def _send(threads: ThreadPoolExecutor, deliveries: Mapping[str, Delivery], missing: Mapping[str, Missing]) -> None:
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def send(host: str, bar: TaskID) -> None:
-            found, sent = missing[host], "nothing is missing"
-            if found.files:
-                deliveries[host].send(lambda num_bytes: progress.advance(bar, num_bytes))
-                sent = f"{found.files} files, {(found.num_bytes - found.bytes_there) / GIGA:.2f} GB"
-            console.print(f"{host}: {sent}", soft_wrap=True)
-
-        bars = {
-            host: progress.add_task(host, total=found.num_bytes, completed=found.bytes_there) for host, found in missing.items()
-        }
-        _of_all(threads, {host: partial(send, host, bar) for host, bar in bars.items()})
-
-
-def _of_all(threads: ThreadPoolExecutor, calls: Mapping[str, Callable[[], Result]]) -> dict[str, Result]:
-    """The result of each host's call, once all have ended. UserError with the complaints of all that failed."""
-    futures = {host: threads.submit(call) for host, call in calls.items()}
-    complaints = [str(error) for future in futures.values() if isinstance(error := future.exception(), PipedecError)]
-    if complaints:
-        raise UserError("; ".join(complaints))
-    return {host: future.result() for host, future in futures.items()}
 
 
 @click.command()

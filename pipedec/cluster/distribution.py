@@ -1,119 +1,122 @@
-"""Copies missing checkpoint files from this machine to the hosts of a cluster.yaml, over ssh. Loads no torch."""
+"""Copies checkpoint files from this machine to the hosts of a cluster.yaml by rsync, over the ssh of ``pipedec launch``.
+
+A file appears under its name when it is whole: rsync writes a temporary one, which the next call continues. Loads no torch.
+"""
 
 from __future__ import annotations
 
-import time
+import re
+import shlex
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
 
-from pipedec import __version__
-from pipedec.checkpoints import CheckpointPart, content_digest
-from pipedec.cluster.inbox import PIECE_BYTES, WantedFile
-from pipedec.cluster.node_link import News, NodeLink
-from pipedec.config import ClusterConfig
-from pipedec.core.errors import PipedecError, UserError
-from pipedec.directories import cache_directory
+from pipedec.checkpoints import CheckpointPart
+from pipedec.cluster.node_link import is_local, ssh_command, ssh_failure
+from pipedec.config import ServerConfig
+from pipedec.core.errors import UserError
 from pipedec.gguf import is_gguf, is_named
 
-INBOX_MODULE = "pipedec.cluster.inbox"
-CONNECT_SECONDS = 30.0
-COMPARE_SECONDS = 3600.0  # for a host to digest its files, or one that it has received
-END_SECONDS = 5.0
-
-Wanted = tuple[WantedFile, Path]  # a file as a host should have it, and its path here
-
-
-class Sources:
-    """The checkpoints on this machine; ``models`` are their paths on the hosts, by key."""
-
-    def __init__(self, models: Mapping[str, str]) -> None:
-        self._models = models
-        self._digests: dict[Path, str] = {}
-
-    def wanted(self, parts: Iterable[CheckpointPart], checking: Callable[[Path], None] = lambda file: None) -> list[Wanted]:
-        """Every file of these parts of checkpoints. Calls ``checking`` with each file before its digest is computed. Raises
-        UserError if a checkpoint is not here at all, or damaged.
-        """
-        found = []
-        for part in parts:
-            place = self._models[part.key]
-            for source in () if is_named(place) else (*part.describing_files(), *part.files()):
-                path = Path(place) if is_gguf(part.model) else Path(place) / source.relative_to(part.model)
-                size = 0
-                if source.is_file():
-                    size = source.stat().st_size
-                    if source not in self._digests:
-                        checking(source)
-                        self._digests[source] = content_digest(source, cache_directory())
-                found.append((WantedFile(str(path), size, self._digests.get(source)), source))
-        return found
+PARTIAL = ".pipedec-partial"  # the directory for incomplete files, beside the whole ones
+# Follows links, as in the cache of huggingface_hub; keeps times, by which the next call recognizes files that are there.
+OPTIONS = (
+    "--copy-links", "--times", "--mkpath", "--protect-args", f"--partial-dir={PARTIAL}", "--from0", "--files-from=-",
+    "--info=progress2", "--out-format=%i %l",
+)  # fmt: skip
+_SENT = re.compile(r"[<>]f\S* (\d+)")  # a file and its size
+_PROGRESS = re.compile(r"[\d.,]+\w?\s+\d+%")
+_NO_ANSWER = "(0 bytes received so far)"  # so that it was ssh, or the host's shell, that failed
+_NO_RSYNC = "install rsync there, or copy by hand what `pipedec plan --files` lists"
 
 
 @dataclass(frozen=True)
-class Missing:
-    """How many files a host lacks, their total size in bytes, and how many of these bytes it already has."""
+class Folder:
+    """Files by their paths in the directory ``source`` on this machine, wanted in ``target`` on a host."""
 
-    files: int
-    num_bytes: int
-    bytes_there: int
+    source: Path
+    target: Path
+    files: tuple[str, ...]
 
 
-class Delivery:
-    """The transfer of checkpoint files to one host, over a connection that ends with the ``with`` block. Raises UserError if this
-    machine has no ssh.
+def folders(parts: Iterable[CheckpointPart], models: Mapping[str, str]) -> list[Folder]:
+    """The files of these parts of checkpoints, whose paths on the hosts are ``models``, by key. Models that are installed with a
+    package are left out. Raises UserError if a checkpoint is not here at all, or damaged.
     """
+    found = []
+    for part in parts:
+        if not is_named(place := models[part.key]):
+            source, target = Path(part.model), Path(place)
+            if is_gguf(source):
+                source, target = source.parent, target.parent
+            files = (*part.describing_files(), *part.files())
+            found.append(Folder(source, target, tuple(str(file.relative_to(source)) for file in files)))
+    return found
 
-    def __init__(self, config: ClusterConfig, host: str, files: Sequence[Wanted]) -> None:
-        self._host = host
-        self._files = {file.path: (file, source) for file, source in files}
-        self._news: SimpleQueue[News] = SimpleQueue()
-        self._link = NodeLink(config.server(host), config.launch, self._news, module=INBOX_MODULE)
-        self._missing: Mapping[str, int] = {}
 
-    def __enter__(self) -> Delivery:
-        return self
+def send(server: ServerConfig, folder: Folder, checksum: bool, show: Callable[[str], None] = lambda line: None) -> list[int]:
+    """Copy what ``server`` lacks of ``folder``. Returns the sizes of the files that it lacked, in bytes.
 
-    def __exit__(self, *error: object) -> None:
-        if error[0] is not None:  # another thread may be sending
-            self._link.wait(0.0)
-        self._link.end()
-        self._link.wait(time.monotonic() + END_SECONDS)
+    Args:
+        checksum: whether to compare the content of all files; else those of equal size and time count as equal.
+        show: receives lines about the progress of what takes long.
 
-    def compare(self) -> Missing:
-        """Ask the host what it lacks. Raises UserError if it cannot receive files (with the reason), or if this machine lacks one
-        of them, too; PipedecError if it does not answer in time.
-        """
-        hello = self._await("hello", CONNECT_SECONDS)
-        if hello["pipedec"] != __version__:
-            raise UserError(f"{self._host} has pipedec {hello['pipedec']}, but here it is {__version__}: install the same")
-        self._link.order("compare", files=[asdict(file) for file, _ in self._files.values()])
-        self._missing = self._await("compared", COMPARE_SECONDS)["missing"]
-        files = [self._files[path][0] for path in self._missing]
-        if lost := [file.path for file in files if file.digest is None]:
-            raise UserError(f"{self._host} lacks {lost[0]}, and so does this machine: download it, or give --from DIR")
-        return Missing(len(files), sum(file.num_bytes for file in files), sum(self._missing.values()))
+    Raises UserError if a file is not here, when the others have been copied, or if one cannot be copied.
+    """
+    here = [file for file in folder.files if (folder.source / file).is_file()]
+    is_same = is_local(server) and folder.source.absolute() == folder.target
+    sizes = [] if is_same or not here else _rsync(server, folder, here, checksum, show)
+    if lost := [file for file in folder.files if file not in here]:
+        place = folder.source / lost[0]
+        raise UserError(f"{server.host} needs {place}, which this machine lacks: download it, or give --from DIR")
+    return sizes
 
-    def send(self, sent: Callable[[int], None]) -> None:
-        """Send what ``compare`` has found; calls ``sent`` with the number of bytes of each piece. Raises as ``compare``."""
-        for path, offset in self._missing.items():
-            file, source = self._files[path]
-            self._link.order("take", file=asdict(file), offset=offset)
-            with source.open("rb") as content:
-                content.seek(offset)
-                while (piece := content.read(PIECE_BYTES)) and self._link.write(piece):
-                    sent(len(piece))
-            self._await("taken", COMPARE_SECONDS)
 
-    def _await(self, kind: str, seconds: float) -> dict[str, Any]:
+def _rsync(
+    server: ServerConfig, folder: Folder, files: Sequence[str], checksum: bool, show: Callable[[str], None]
+) -> list[int]:  # fmt: skip
+    command = ["rsync", *OPTIONS, *(["--checksum"] if checksum else [])]
+    target = f"{folder.target}/"
+    if not is_local(server):  # ssh gets the destination itself: rsync does not know all forms, and calls the host "there"
+        command += ["--rsh", shlex.join(["sh", "-c", f'shift; exec {shlex.join(ssh_command(server))} "$@"', "sh"])]
+        target = f"there:{target}"
+    sizes, complaints = [], []
+    try:
+        process = subprocess.Popen(
+            [*command, f"{folder.source}/", target],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+    except OSError:
+        raise UserError(f"this machine has no rsync: {_NO_RSYNC.replace('there', 'here and on all hosts')}") from None
+    with process:
+        assert process.stdin is not None and process.stdout is not None
         try:
-            _, news = self._news.get(timeout=seconds)
-        except Empty:
-            raise PipedecError(f"{self._host} did not answer within {seconds:.0f} s: see `pipedec doctor`") from None
-        if news is None:
-            raise UserError(self._link.why_it_ended())
-        if news["news"] != kind:
-            raise UserError(f"{self._host}: {news.get('message', news['news'])}")
-        return news
+            with suppress(BrokenPipeError):  # it has ended
+                process.stdin.write("".join(f"{file}\0" for file in files))
+                process.stdin.close()
+            for line in process.stdout:
+                if sent := _SENT.fullmatch(line.strip()):
+                    sizes.append(int(sent[1]))
+                elif _PROGRESS.match(line.strip()):
+                    show(line.strip())
+                elif line.strip():
+                    complaints.append(line.strip())
+            status = process.wait()
+        finally:
+            process.terminate()
+    if status:
+        raise UserError(_complaint(server, complaints))
+    return sizes
+
+
+def _complaint(server: ServerConfig, printed: Sequence[str]) -> str:
+    """Why rsync has failed, and what to do, by the lines that it, ssh and the host's shell have printed."""
+    own = [line.removeprefix("rsync: ") for line in printed if line.startswith("rsync")]
+    other = next((line for line in printed if not line.startswith("rsync")), "")
+    if "rsync" in other and "found" in other:  # "command not found", as every shell puts it in its way
+        return f"{server.host} has no rsync: {_NO_RSYNC}"
+    if any(_NO_ANSWER in line for line in own) and not is_local(server):
+        reason, mend = ssh_failure(server, other)
+        return f"{server.host}: {reason}: {mend}"
+    return f"{server.host}: rsync: {own[0] if own else other}: mend that, and call pipedec distribute again"

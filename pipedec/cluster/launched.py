@@ -10,8 +10,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -34,7 +32,6 @@ from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.cluster import cluster_to_json
 from pipedec.core.errors import PipedecError, RankLost, SchedulerLost, UserError
-from pipedec.directories import cache_directory
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named, located, model_files
 from pipedec.plan.files import checkpoints_of
@@ -44,7 +41,6 @@ from pipedec.topology import Topology, rank_name
 _THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
 TURN_SECONDS = 1.0  # the longest wait without a check
-LIST_SECONDS = 3600.0  # to digest the weights on this machine
 REPORT_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
 _END_SECONDS = 10.0
 
@@ -82,7 +78,7 @@ class LaunchedCluster(Supervisor):
         self._log_path = log
         self._log: IO[str] | None = None
         self._is_watched = False  # by the nodes
-        self._listed: ListedWeights | None = None  # if there are several hosts, which may have different weights
+        self._listed: TensorDigests | None = None  # here, if there are several hosts, which may have different weights
         self._digests: dict[int, TensorDigests] = {}  # that ranks have reported
         self._announced = 0  # the last epoch that was passed to ``on_recovery``
 
@@ -91,7 +87,7 @@ class LaunchedCluster(Supervisor):
         if wanted.url is not None and len(self.nodes.hosts) > 1 and urlsplit(wanted.url).hostname in _THIS_MACHINE:
             raise UserError(f"redis: {wanted.url} is another server on each host: give an address that all hosts reach")
         hosts = {place.host for place in (*self.places, *self.spares)}
-        self._listed, self._digests = ListedWeights(models) if len(hosts) > 1 else None, {}
+        self._listed, self._digests = listed_weights(models) if len(hosts) > 1 else None, {}
         if self._log_path is not None:
             self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._log = self._log_path.open("w", encoding="utf-8")
@@ -118,21 +114,17 @@ class LaunchedCluster(Supervisor):
             elif progress is not None:
                 progress(rank, what, done, total)
 
-        def turn(done: int, total: int) -> None:
-            self.check()
-            note(0, "comparing", done, total)
-
         super()._start(note)
         known: dict[str, dict[str, str]] = {}
         if self._listed is not None:
-            listed, deadline = self._listed.wait(turn), time.monotonic() + REPORT_SECONDS
+            deadline = time.monotonic() + REPORT_SECONDS
             while silent := [rank for rank in self.topology.ranks if rank not in self._digests]:
                 if time.monotonic() > deadline:
                     raise PipedecError(self.with_hosts(f"{rank_name(silent[0])} has not reported the digests of its weights"))
                 self.check()
                 for rank, report in self._ranks.read(TURN_SECONDS):
                     note(rank, *report)
-            known = proved_one([(self.nodes.host_of[rank], digests) for rank, digests in self._digests.items()], listed)
+            known = proved_one([(self.nodes.host_of[rank], digests) for rank, digests in self._digests.items()], self._listed)
         self.nodes.watch(known)
         self._is_watched = True
 
@@ -181,62 +173,25 @@ class LaunchedCluster(Supervisor):
 
     def _close(self) -> None:
         self._is_watched = False
-        if self._listed is not None:
-            self._listed.close()
-            self._listed = None
         if self._log is not None:
             with suppress(OSError):  # the disk is full: its last lines are lost
                 self._log.close()
             self._log = None
 
 
-class ListedWeights:
-    """The digests of all tensors of a run's checkpoints on this machine, for comparison with those of every host. They are
-    computed in a thread while the hosts start. ``models`` are directories or GGUF files by key, and need not be here.
+def listed_weights(models: Mapping[str, str]) -> TensorDigests:
+    """The digests by model and name of all tensors of a run's checkpoints on this machine, for comparison with those of every
+    host. ``models`` are directories or GGUF files by key, and need not be here. Raises UserError if a file is damaged or cannot
+    be read, or the BiTA was trained for another target.
     """
-
-    def __init__(self, models: Mapping[str, str]) -> None:
-        self._models = {}
-        for key, model in models.items():
-            with suppress(UserError):
-                if located(model).exists() and has_weights(model_files(model)):
-                    self._models[key] = model
-        self._is_over = False
-        self._progress = (0, 1)  # tensors digested, tensors in all
-        self._thread = ThreadPoolExecutor(1, "weights")
-        self._future: Future[TensorDigests] = self._thread.submit(self._digests)
-
-    def wait(self, turn: Callable[[int, int], None]) -> TensorDigests:
-        """The digests by model and name. While they are computed, calls ``turn`` about once a second with the number of tensors
-        done and in all. Raises UserError if a file is damaged or cannot be read, or the BiTA was trained for another target;
-        PipedecError after ``LIST_SECONDS``.
-        """
-        deadline = time.monotonic() + LIST_SECONDS
-        while True:
-            try:
-                return self._future.result(TURN_SECONDS)
-            except NotYet:
-                if time.monotonic() > deadline:
-                    places = ", ".join(self._models.values())
-                    message = f"this machine has not digested {places} within {LIST_SECONDS:.0f} s"
-                    raise PipedecError(f"{message}: launch from one with a faster disk, or with none of it") from None
-                turn(*self._progress)
-
-    def close(self) -> None:
-        """Give up what has not been digested."""
-        self._is_over = True
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _digests(self) -> TensorDigests:
-        def progress(done: int, total: int) -> None:
-            self._progress = done, total
-            if self._is_over:
-                raise CancelledError
-
-        if {"target", "bita"} <= self._models.keys():
-            check_trained_for(Path(self._models["bita"]), Path(self._models["target"]))  # the hosts cannot tell from their parts
-        parts = [CheckpointPart(key, model) for key, model in self._models.items()]
-        return part_digests(parts, cache_directory(), progress, whatever_is_here=True)
+    here = {}
+    for key, model in models.items():
+        with suppress(UserError):
+            if located(model).exists() and has_weights(model_files(model)):
+                here[key] = model
+    if {"target", "bita"} <= here.keys():
+        check_trained_for(Path(here["bita"]), Path(here["target"]))  # the hosts cannot tell from their parts
+    return part_digests((CheckpointPart(key, model) for key, model in here.items()), whatever_is_here=True)
 
 
 def proved_one(reported: Iterable[tuple[str, TensorDigests]], listed: TensorDigests) -> dict[str, dict[str, str]]:

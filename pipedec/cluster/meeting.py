@@ -36,7 +36,6 @@ from pipedec.cluster.network import (
 from pipedec.cluster.place import RankPlace
 from pipedec.config.environment import configured_interface
 from pipedec.core.errors import EpochEnded, PipedecError, RankLost, UserError
-from pipedec.directories import cache_directory
 from pipedec.engine.activity import Activity
 from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
 from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
@@ -47,7 +46,6 @@ from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
 from pipedec.transport.wire import PROTOCOL
 
-DIGEST_SECONDS = 3600.0
 LOADING_SECONDS = 3600.0
 PROBE_SECONDS = 3.0
 LOOPBACK = "127.0.0.1"
@@ -56,7 +54,6 @@ _POLL_SECONDS = 0.2
 
 _Kind = TypeVar("_Kind", CardEvent, AddressEvent, LoadedEvent)
 _DONE: Mapping[type[Event], str] = {CardEvent: "come", AddressEvent: "come", LoadedEvent: "load the weights"}
-Progress = Callable[[int, int], None]  # tensors digested, tensors in all
 
 
 @dataclass(frozen=True)
@@ -132,12 +129,11 @@ class Meeting:
         self._activity = activity or Activity()
         self._memory = memory or RankMemory(spec, place, torch.device("cpu"))
         self._nccl_versions = nccl_versions
-        self._digests: dict[str, dict[str, str]] | None = None  # of the tensors that this rank reads; once they were asked for
         self._position = "0"  # in the stream of the present meeting
         self._events: list[Event] = []  # that have come in it
 
     @contextmanager
-    def hold(self, progress: Progress) -> Iterator[Met]:
+    def hold(self) -> Iterator[Met]:
         """Meet the other ranks. In the context the ranks connect, while other hosts may still test whether they reach this one.
         Raises UserError if this rank does not match another one (naming both, their hosts and what differs), RankLost if a rank
         did not come in time or two hosts cannot connect, EpochEnded if the epoch has ended.
@@ -159,14 +155,14 @@ class Meeting:
         family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
         with socket.create_server((interface.address, 0), family=family) as listener:
             port = server.port if server else int(listener.getsockname()[1])
-            digests = self._own_digests(progress) if self._place.has_others_elsewhere else {}
+            digests = self._own_digests if self._place.has_others_elsewhere else {}
             check_tensors(own, digests, "than the run began with", self._place.digests)
             # On which the run agreed in an earlier epoch.
             run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
             slots = run.kv_slots if run else 0
             kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
             self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
-            addresses = self._gather(AddressEvent, MEETING_SECONDS if is_alone else DIGEST_SECONDS)
+            addresses = self._gather(AddressEvent, MEETING_SECONDS)
             for card, address in zip(cards[: own.rank], addresses, strict=False):
                 check_tensors(own, digests, f"than {_name(card)}", address.digests)
             if self._place.local_rank == 0:
@@ -220,15 +216,14 @@ class Meeting:
         }
         return CardEvent(self._place.rank, str(self._place.host), machine_id(), address, versions, configs, settings)
 
-    def _own_digests(self, progress: Progress) -> dict[str, dict[str, str]]:
-        """Digests of the tensors that this rank reads, by model and name. The loading that follows then hits the page cache."""
-        if self._digests is None:
-            parts = [part for part in self._spec.parts(self._place.rank) if part.is_read or self._place.lists]
-            began = time.monotonic()
-            self._digests = part_digests(parts, cache_directory(), progress, self._place.lists)
-            num_tensors = sum(map(len, self._digests.values()))
-            logger.info("has the digests of %d tensors after %.1f s", num_tensors, time.monotonic() - began)
-        return self._digests
+    @cached_property
+    def _own_digests(self) -> dict[str, dict[str, str]]:
+        """Digests of the tensors that this rank reads, by model and name."""
+        parts = [part for part in self._spec.parts(self._place.rank) if part.is_read or self._place.lists]
+        began = time.monotonic()
+        digests = part_digests(parts, self._place.lists)
+        logger.info("has the digests of %d tensors after %.1f s", sum(map(len, digests.values())), time.monotonic() - began)
+        return digests
 
     def _gather(self, kind: type[_Kind], seconds: float) -> list[_Kind]:
         """The event of this kind of every rank, by rank. Raises RankLost if one has published none in time, and as ``_check``."""

@@ -51,7 +51,20 @@ def remote_command(server: ServerConfig, command: list[str], directory: str | No
     script = f"{enter}exec {shlex.join(command)}"
     if is_local(server):
         return ["sh", "-c", script]
-    return [*ssh_program(), *(word for option in _OPTIONS for word in ("-o", option)), server.ssh_destination, script]
+    return [*ssh_command(server), script]
+
+
+def ssh_command(server: ServerConfig) -> list[str]:
+    """The local command line that connects to a host, up to what is to run there."""
+    return [*ssh_program(), *(word for option in _OPTIONS for word in ("-o", option)), server.ssh_destination]
+
+
+def ssh_failure(server: ServerConfig, printed: str) -> tuple[str, str]:
+    """Why ssh has no connection to a host, by the line that it ``printed``, and what to do."""
+    return (
+        f"ssh failed: {printed.removeprefix('ssh: ') or 'no reason given'}",
+        f"see that `ssh {server.ssh_destination}` works by itself",
+    )
 
 
 def node_python(server: ServerConfig, launch: LaunchConfig) -> str:
@@ -59,9 +72,9 @@ def node_python(server: ServerConfig, launch: LaunchConfig) -> str:
     return server.python or launch.python or sys.executable
 
 
-def node_command(server: ServerConfig, launch: LaunchConfig, module: str = NODE_MODULE) -> list[str]:
+def node_command(server: ServerConfig, launch: LaunchConfig) -> list[str]:
     """The command line that starts the node of a host."""
-    return remote_command(server, [node_python(server, launch), "-m", module], launch.directory)
+    return remote_command(server, [node_python(server, launch), "-m", NODE_MODULE], launch.directory)
 
 
 def end_links(links: Iterable[NodeLink], seconds: float) -> None:
@@ -79,13 +92,9 @@ class NodeLink:
     Args:
         news: receives the node's news.
         log: receives the host's output, each line after the host's name; None to drop it.
-        module: the module that runs there: the node, or one with the same protocol.
     """
 
-    def __init__(
-        self, server: ServerConfig, launch: LaunchConfig, news: SimpleQueue[News], log: IO[str] | None = None,
-        module: str = NODE_MODULE,
-    ) -> None:  # fmt: skip
+    def __init__(self, server: ServerConfig, launch: LaunchConfig, news: SimpleQueue[News], log: IO[str] | None = None) -> None:
         self.server = server
         self.python = node_python(server, launch)
         self._directory = launch.directory
@@ -95,7 +104,7 @@ class NodeLink:
         try:
             # A session of its own keeps Ctrl-C from it: the supervisor ends it when the ranks have ended.
             self._process = subprocess.Popen(
-                node_command(server, launch, module), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                node_command(server, launch), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
@@ -110,17 +119,10 @@ class NodeLink:
 
     def order(self, name: str, **contents: Any) -> None:
         """Send an order. It is no error if the connection has ended: that is reported as news."""
-        self.write(json.dumps({"order": name} | contents).encode() + b"\n")
-
-    def write(self, content: bytes) -> bool:
-        """Send bytes; returns whether there still is a connection."""
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(content)
+        with suppress(BrokenPipeError, ValueError):  # ended there, or closed here
+            self._process.stdin.write(json.dumps({"order": name} | contents).encode() + b"\n")
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):  # ended there, or closed here
-            return False
-        return True
 
     def why_it_ended(self) -> str:
         """Why a node that should run has ended, and what to do, in one line that begins with the host."""
@@ -132,8 +134,7 @@ class NodeLink:
         status, last = self._process.wait(), self.complaint()
         missing = next((found[1] for line in self._printed if (found := re.search(r"No module named '?([\w.]+)", line))), None)
         if status == SSH_FAILED and not is_local(self.server):
-            reason = f"ssh failed: {last.removeprefix('ssh: ') or 'no reason given'}"
-            return reason, f"see that `ssh {self.server.ssh_destination}` works by itself"
+            return ssh_failure(self.server, last)
         if status == NO_DIRECTORY:
             return f"there is no directory {self._directory}", "create it, or correct launch.directory in the file"
         if status in NO_PROGRAM:

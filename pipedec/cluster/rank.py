@@ -106,7 +106,7 @@ class Rank:
     def serve(self) -> None:
         """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
         self._activity.meet_again()
-        self._lease.start()  # before the meeting: digests of large checkpoints may take longer than the run's keys live
+        self._lease.start()  # before the meeting, which may take longer than the run's keys live
         while True:
             try:
                 self._take_part().serve(self._transport)
@@ -133,7 +133,7 @@ class Rank:
             self._report("warming", done, total)
 
         self._activity.begin("meeting")
-        with self._meeting.hold(partial(self._report, "checking")) as met:
+        with self._meeting.hold() as met:
             if self._place.has_others_elsewhere and not self._has_served:
                 self._report("digests", met.own, 0)
             self._transport.join(met.rendezvous)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # on a busy machine a killed rank is seen to end long after its neighbours
 
-StartProgress = Callable[[int, str, int, int], None]  # rank, "checking", "loading" or "warming", units done, units in all
+StartProgress = Callable[[int, str, int, int], None]  # rank, "loading" or "warming", units done, units in all
 
 
 class Supervisor(ABC):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,28 +12,28 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
-from support.processes import wait_until
 from support.tiny_pair import TARGET_LAYERS, Pair
 
 from pipedec.checkpoints import TensorFiles, combined, part_digests, rank_parts, weights_digest
 from pipedec.checkpoints.parts import missing_files
 from pipedec.cli.main import program
-from pipedec.cluster import launched
-from pipedec.cluster.distribution import Delivery, Sources
-from pipedec.cluster.inbox import WantedFile
-from pipedec.cluster.launched import ListedWeights, proved_one
-from pipedec.config import ClusterConfig, load_cluster
-from pipedec.core.errors import PipedecError, UserError
+from pipedec.cluster import distribution
+from pipedec.cluster.distribution import PARTIAL, Folder, folders, send
+from pipedec.cluster.launched import listed_weights, proved_one
+from pipedec.config import ClusterConfig, ServerConfig, load_cluster
+from pipedec.core.errors import UserError
 from pipedec.plan.files import checkpoints_of, host_parts, needed_files
 
-pytestmark = pytest.mark.usefixtures("leaves_nothing")
+pytestmark = [
+    pytest.mark.usefixtures("leaves_nothing"),
+    pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync"),
+]
 
-# Stands in for ssh: runs the command here, as a host of its own directory.
+# Stands in for ssh: runs the command here.
 SSH_TO_HERE = """#!/bin/sh
 while [ "$1" = -o ]; do shift 2; done
-export PIPEDEC_STATE_DIR={state}
 shift
-exec sh -c "$1"
+exec sh -c "$*"
 """
 
 
@@ -56,7 +55,7 @@ class Site:
         self.file = folder / "cluster.yaml"
         self.write("[{host: alpha, devices: {cpu: 2}}, {host: beta, devices: {cpu: 3}}]")
         ssh = folder / "ssh"
-        ssh.write_text(SSH_TO_HERE.format(state=folder / "state"))
+        ssh.write_text(SSH_TO_HERE)
         ssh.chmod(0o755)
         monkeypatch.setenv("PIPEDEC_SSH", str(ssh))
 
@@ -74,11 +73,12 @@ class Site:
     def here_config(self) -> ClusterConfig:
         return self.config.for_partition(given={name: str(self.here / name) for name in ("target", "draft")})
 
-    def wanted(self, host: str) -> list[tuple[WantedFile, Path]]:
-        return Sources(checkpoints_of(self.config)).wanted(host_parts(self.here_config)[host])
+    def folders(self, host: str) -> list[Folder]:
+        return folders(host_parts(self.here_config)[host], checkpoints_of(self.config))
 
-    def delivery(self, host: str) -> Delivery:
-        return Delivery(self.config, host, self.wanted(host))
+    def one_shard(self) -> Folder:
+        """A file with weights, wanted there."""
+        return Folder(self.here / "target", self.there / "target", (min(self.here.glob("target/model-0*")).name,))
 
     def call(self, *options: str) -> Result:
         return CliRunner().invoke(program, ["distribute", str(self.file), "--from", str(self.here), *options])
@@ -87,21 +87,21 @@ class Site:
         return {file.name for file in (self.there / model).rglob("*")}
 
 
+BETA = ServerConfig("beta", {"cpu": 1})
+
+
 @pytest.fixture
 def site(tmp_path: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Site:
     return Site(tmp_path, pair, monkeypatch)
 
 
 def test_a_host_gets_what_its_ranks_read_and_nothing_else(site: Site) -> None:
-    with site.delivery("beta") as delivery:
-        missing = delivery.compare()
-        sent: list[int] = []
-        delivery.send(sent.append)
-    assert sum(sent) == missing.num_bytes and missing.bytes_there == 0
+    sizes = [size for folder in site.folders("beta") for size in send(BETA, folder, checksum=False)]
     files = TensorFiles(site.here / "target")
     needed = {file.name for part in host_parts(site.here_config)["beta"] for file in part.files()}
     everywhere = {file.name for file in (site.here / "target").glob("*") if file.suffix in (".json", ".jinja")}
     assert site.names_there() == needed | everywhere
+    assert sorted(sizes) == sorted(file.stat().st_size for file in site.there.rglob("*") if file.is_file())
     assert needed < {file.name for file in files.file_of.values()}
     assert site.names_there("draft") and "model.safetensors" not in site.names_there("draft"), "alpha's alone"
     assert missing_files(host_parts(site.config)["beta"]) == []
@@ -110,7 +110,7 @@ def test_a_host_gets_what_its_ranks_read_and_nothing_else(site: Site) -> None:
         assert (site.there / "target" / name).read_bytes() == (site.here / "target" / name).read_bytes()
 
 
-def test_a_second_call_says_that_nothing_is_missing(site: Site) -> None:
+def test_a_second_call_finds_nothing_missing(site: Site) -> None:
     site.write("[{host: alpha, devices: {cpu: 5}}]")
     first, second = site.call(), site.call()
     assert (first.exit_code, second.exit_code) == (0, 0), (first.output, second.output)
@@ -119,44 +119,57 @@ def test_a_second_call_says_that_nothing_is_missing(site: Site) -> None:
     assert missing_files(host_parts(site.config)["alpha"]) == []
 
 
-def test_what_was_interrupted_goes_on_where_it_stopped(site: Site) -> None:
-    def stop(num_bytes: int) -> None:
-        raise InterruptedError
-
-    only = [one for one in site.wanted("beta") if one[1].suffix == ".safetensors"][:1]
-    part = only[0][0].part
-    with pytest.raises(InterruptedError), Delivery(site.config, "beta", only) as delivery:
-        delivery.compare()
-        delivery.send(stop)
-    part.parent.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(only[0][1].read_bytes()[:1000])  # whatever of it had come
-    sent: list[int] = []
-    with Delivery(site.config, "beta", only) as delivery:
-        assert delivery.compare().bytes_there == 1000
-        delivery.send(sent.append)
-    assert sum(sent) == only[0][0].num_bytes - 1000 and not part.exists()
-    assert Path(only[0][0].path).read_bytes() == only[0][1].read_bytes()
+@pytest.mark.parametrize("destination", ["ssh://me@beta:2222", "me@fe80::1"])
+def test_ssh_gets_every_destination_as_it_is(destination: str, site: Site) -> None:
+    (site.file.parent / "ssh").write_text(SSH_TO_HERE.replace("shift\n", f'[ "$1" = {destination} ] || exit 9\nshift\n'))
+    folder = site.one_shard()
+    assert send(ServerConfig("beta", {"cpu": 1}, ssh=destination), folder, checksum=False) != []
+    assert (folder.target / folder.files[0]).is_file()
 
 
-@pytest.mark.parametrize("has_come", [b"\0" * 1000, None])
-def test_what_is_there_with_other_bytes_is_not_kept(has_come: bytes | None, site: Site) -> None:
-    """A part that was damaged is given up; a whole file of another content is replaced."""
-    ((file, source),) = [one for one in site.wanted("beta") if one[1].suffix == ".safetensors"][:1]
-    Path(file.path).parent.mkdir(parents=True)
-    if has_come is None:
-        content = bytearray(source.read_bytes())
-        content[-1] ^= 1
-        Path(file.path).write_bytes(content)
-    else:
-        file.part.write_bytes(has_come)
-        with Delivery(site.config, "beta", [(file, source)]) as delivery, pytest.raises(UserError, match="with other bytes than"):
-            delivery.compare()
-            delivery.send(lambda num_bytes: None)
-        assert not file.part.exists() and not Path(file.path).exists()
-    with Delivery(site.config, "beta", [(file, source)]) as delivery:
-        assert delivery.compare().files == 1
-        delivery.send(lambda num_bytes: None)
-    assert Path(file.path).read_bytes() == source.read_bytes()
+def test_a_broken_copy_is_no_checkpoint_and_goes_on_where_it_stopped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = site.one_shard()
+    name, content = folder.files[0], os.urandom(4_000_000)
+    (folder.source / name).write_bytes(content)
+    ssh, log = site.file.parent / "ssh", site.file.parent / "log"
+    broken = "dd bs=64k iflag=count_bytes count=2500000 status=none | sh"  # what the host receives ends there
+    ssh.write_text(SSH_TO_HERE.replace("exec sh", broken))
+    with pytest.raises(UserError, match=r"^beta: rsync: .*: mend that, and call pipedec distribute again"):
+        send(BETA, folder, checksum=False)
+    assert not (folder.target / name).exists()
+    came = (folder.target / PARTIAL / name).stat().st_size
+    assert came > 1_000_000
+    ssh.write_text(SSH_TO_HERE)
+    monkeypatch.setattr(distribution, "OPTIONS", (*distribution.OPTIONS, f"--log-file={log}", "--log-file-format=%b bytes"))
+    assert send(BETA, folder, checksum=False) == [4_000_000]
+    assert (folder.target / name).read_bytes() == content and not (folder.target / PARTIAL).exists()
+    sent = sum(int(line.split()[-2]) for line in log.read_text().splitlines() if line.endswith(" bytes"))
+    assert 0 < sent < 4_100_000 - came
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.failure_case("M2")
+def test_other_bytes_of_the_same_size_and_time_are_found_by_their_checksum_alone(checksum: bool, site: Site) -> None:
+    folder = site.one_shard()
+    source, there = folder.source / folder.files[0], folder.target / folder.files[0]
+    send(BETA, folder, checksum=False)
+    spoilt = bytearray(source.read_bytes())
+    spoilt[-1] ^= 1
+    there.write_bytes(spoilt)
+    os.utime(there, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
+    assert len(send(BETA, folder, checksum)) == checksum
+    assert (there.read_bytes() == source.read_bytes()) is checksum
+
+
+def test_links_are_followed(site: Site) -> None:
+    """As in the cache of huggingface_hub."""
+    folder = site.one_shard()
+    link = folder.source / folder.files[0]
+    blob = link.rename(site.file.parent / "blob")
+    link.symlink_to(blob)
+    send(BETA, folder, checksum=False)
+    there = folder.target / folder.files[0]
+    assert there.read_bytes() == blob.read_bytes() and not there.is_symlink()
 
 
 def lose_a_source(site: Site) -> None:
@@ -171,24 +184,32 @@ def let_ssh_fail(site: Site) -> None:
     (site.file.parent / "ssh").write_text("#!/bin/sh\necho 'connect to host alpha port 22: No route to host' >&2\nexit 255\n")
 
 
-def name_no_python(site: Site) -> None:
-    site.write("[{host: alpha, devices: {cpu: 5}, python: /nowhere/python}]")
+def have_no_rsync_there(site: Site) -> None:
+    (site.file.parent / "ssh").write_text(SSH_TO_HERE.replace("exec sh", "PATH=/nowhere exec /bin/sh"))
+
+
+def have_no_rsync_here(site: Site) -> None:
+    os.environ["PATH"] = "/nowhere"
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lose_a_source, "alpha lacks .*model-00001-of-.*, and so does this machine: download it, or give --from DIR"),
-        (put_a_file_in_the_way, "alpha: .*there.*: checkpoints must be where this user may write"),
+        (lose_a_source, "^alpha needs .*model-00001-of-.*, which this machine lacks: download it, or give --from DIR$"),
+        (put_a_file_in_the_way, "^alpha: rsync: .*there.*: Not a directory .*: mend that, and call pipedec distribute again"),
         (
             let_ssh_fail,
-            "alpha: ssh failed: connect to host alpha port 22: No route to host: see that `ssh alpha` works by itself",
+            "^alpha: ssh failed: connect to host alpha port 22: No route to host: see that `ssh alpha` works by itself$",
         ),
-        (name_no_python, "alpha: there is no interpreter /nowhere/python: set python: "),
+        (have_no_rsync_there, "^alpha has no rsync: install rsync there, or copy by hand what `pipedec plan --files` lists$"),
+        (have_no_rsync_here, "^this machine has no rsync: install rsync here and on all hosts, or copy by hand"),
     ],
 )
-def test_what_goes_wrong_is_said_in_one_line(spoil: Callable[[Site], None], message: str, site: Site) -> None:
+def test_what_goes_wrong_is_one_line(
+    spoil: Callable[[Site], None], message: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site.write("[{host: alpha, devices: {cpu: 5}}]")
+    monkeypatch.setenv("PATH", os.environ["PATH"])  # as it is afterwards
     spoil(site)
     ended = site.call()
     assert isinstance(ended.exception, UserError), ended.output
@@ -197,13 +218,11 @@ def test_what_goes_wrong_is_said_in_one_line(spoil: Callable[[Site], None], mess
         raise ended.exception
 
 
-def test_a_full_disk_is_found_before_anything_is_sent(site: Site) -> None:
-    ((file, source),) = [one for one in site.wanted("beta") if one[1].suffix == ".safetensors"][:1]
-    large = WantedFile(file.path, 10**18, file.digest)
-    message = r"^beta: .* has [\d.]+ GB left, but 1000000000\.00 GB are missing: make room there$"
-    with Delivery(site.config, "beta", [(large, source)]) as delivery, pytest.raises(UserError, match=message):
-        delivery.compare()
-    assert not site.there.exists()
+def test_one_host_that_fails_leaves_the_others_their_files(site: Site) -> None:
+    (site.file.parent / "ssh").write_text(SSH_TO_HERE.replace("shift\n", '[ "$1" = beta ] || exit 255\nshift\n'))
+    ended = site.call()
+    assert "beta: " in ended.output and "alpha: ssh failed: " in str(ended.exception)
+    assert missing_files(host_parts(site.config)["beta"]) == []
 
 
 def test_the_plan_lists_files_that_are_not_here(site: Site) -> None:
@@ -224,71 +243,40 @@ def test_the_plan_lists_files_that_are_not_here(site: Site) -> None:
 LAYERS = [(0, 4), (4, 8)]
 
 
-def ignore(done: int, total: int) -> None:
-    """Progress that nobody wants to know."""
-
-
 def of_rank(rank: int, target: Path) -> dict[str, dict[str, str]]:
-    return part_digests([part for part in rank_parts(rank, LAYERS, {"target": target}) if part.is_read], None, ignore)
+    return part_digests([part for part in rank_parts(rank, LAYERS, {"target": target}) if part.is_read])
 
 
-def test_all_parts_are_proved_to_be_of_one_checkpoint(pair: Pair, state_directory: Path) -> None:
-    listed = ListedWeights({"target": str(pair.target)}).wait(ignore)
+def test_all_parts_are_proved_to_be_of_one_checkpoint(pair: Pair) -> None:
+    listed = listed_weights({"target": str(pair.target)})
     known = proved_one([("a", of_rank(1, pair.target)), ("b", of_rank(2, pair.target))], listed)
-    assert known == listed and combined(known["target"]) == weights_digest(pair.target, None)
+    assert known == listed and combined(known["target"]) == weights_digest(pair.target)
 
 
-def test_one_bit_of_one_tensor_of_one_host_is_named(pair: Pair, tmp_path: Path, state_directory: Path) -> None:
+def test_one_tensor_of_one_host_is_named(pair: Pair, tmp_path: Path) -> None:
     other = Path(shutil.copytree(pair.target, tmp_path / "other"))
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.5.mlp.down_proj.weight"][0, 0] += 1
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    listed = ListedWeights({"target": str(pair.target)}).wait(ignore)
+    listed = listed_weights({"target": str(pair.target)})
     proved_one([("a", of_rank(1, other))], listed)
     with pytest.raises(
-        UserError, match=r"^b has other weights of the target than this machine \(model\.layers\.5\.mlp\.down.*distribute"
+        UserError, match=r"^b has other weights of the target than this machine \(model\.layers\.5\.mlp\.down.* --checksum"
     ):
         proved_one([("a", of_rank(1, other)), ("b", of_rank(2, other))], listed)
 
 
 def test_a_machine_without_checkpoints_lists_nothing_and_learns_from_the_hosts(pair: Pair, tmp_path: Path) -> None:
-    listed = ListedWeights({"target": str(tmp_path / "nowhere"), "draft": "/proc/1"}).wait(ignore)
+    listed = listed_weights({"target": str(tmp_path / "nowhere"), "draft": "/proc/1"})
     assert listed == {}
-    told = [of_rank(rank, pair.target) for rank in (1, 2)]
-    assert proved_one([("a", told[0]), ("b", told[1])], listed) == {"target": told[0]["target"] | told[1]["target"]}
+    known = [of_rank(rank, pair.target) for rank in (1, 2)]
+    assert proved_one([("a", known[0]), ("b", known[1])], listed) == {"target": known[0]["target"] | known[1]["target"]}
 
 
-def test_the_prompt_of_another_target_is_refused(pair: Pair, tmp_path: Path, state_directory: Path) -> None:
+def test_the_prompt_of_another_target_is_refused(pair: Pair, tmp_path: Path) -> None:
     """Hosts that hold parts of the target cannot tell."""
     bita = Path(shutil.copytree(pair.bita, tmp_path / "bita"))
     config = json.loads((bita / "config.json").read_text()) | {"target": "0" * 16}
     (bita / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="was trained for another target than"):
-        ListedWeights({"target": str(pair.target), "bita": str(bita)}).wait(ignore)
-
-
-def test_a_list_that_nobody_wants_any_more_is_given_up(
-    pair: Pair, state_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the first tensor is read."""
-    begun, go_on, pread = threading.Event(), threading.Event(), os.pread
-    read: list[int] = []
-
-    def slow(file: int, length: int, offset: int) -> bytes:
-        begun.set()
-        assert go_on.wait(30)
-        threading.Event().wait(0.1)  # as a disk takes its time
-        read.append(offset)
-        return pread(file, length, offset)
-
-    before = set(threading.enumerate())
-    monkeypatch.setattr(os, "pread", slow)
-    listed = ListedWeights({"target": str(pair.target)})
-    assert begun.wait(30)
-    monkeypatch.setattr(launched, "LIST_SECONDS", 0.0)
-    with pytest.raises(PipedecError, match=rf"^this machine has not digested {pair.target} within 0 s: launch from"):
-        listed.wait(ignore)
-    listed.close()
-    go_on.set()
-    assert wait_until(lambda: not any(thread.name.startswith("weights") for thread in set(threading.enumerate()) - before))
-    assert 0 < len(read) < 40, "of 75 tensors"
+        listed_weights({"target": str(pair.target), "bita": str(bita)})

@@ -188,7 +188,7 @@ def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: 
 
     def meet(rank: int) -> int:
         scheduler, meeting = meetings[rank]
-        with meeting.hold(lambda done, total: None) as met:
+        with meeting.hold() as met:
             met.rendezvous.store.set(f"rank {rank}", "is here")
             met.rendezvous.store.wait([f"rank {other}" for other in range(3)])
             all_met.wait(60)  # the store ends with its meeting

@@ -43,7 +43,6 @@ class Cluster:
     Attributes:
         password: of Redis, which runs on the second host.
         patience: how long a command may take.
-        extra: more keys for the second host in the file.
         ended: the exit status of ``pipedec down``.
     """
 
@@ -53,7 +52,6 @@ class Cluster:
     counts: tuple[int, ...] = (2, 2, 1)
     password: str = field(default_factory=lambda: secrets.token_hex(12))
     patience: float = START_SECONDS
-    extra: str = ""
     ended: int | None = None
 
     @property
@@ -67,7 +65,7 @@ class Cluster:
     def file(self, redis: str = f"redis: {{host: host-2, port: {PORT}}}") -> Path:
         lines = [f"target: {self.pair.target}", f"draft: {self.pair.draft}", redis, "servers:"]
         for index, count in enumerate(self.counts):
-            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}{self.extra if index == 1 else ''}}}")
+            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}}}")
         stages = 4 if self.counts == (2, 2, 1) else 3
         lines.append(f"partitions: {{all: {{stages: {stages}, draft_device: {{host: host-1, device: cpu}}}}}}")
         path = self.folder / "cluster.yaml"
@@ -342,29 +340,15 @@ def test_the_slurm_script_starts_a_run_on_its_nodes(
         job.wait(10)
 
 
-SLOW_SECONDS = 100
 LIMIT_SECONDS = 400.0  # for a command: no more than a guard against a hang
 may_take_long = pytest.mark.seconds(2 * LIMIT_SECONDS)
-
-# A slow disk: the first piece of every file with weights that a process reads to digest it takes its time.
-SLOW_DISK = f"""
-import os, threading, time
-_pread, _slept, _lock = os.pread, set(), threading.Lock()
-
-def pread(file, length, offset):
-    with _lock:
-        if os.getpid() not in _slept and os.readlink(f"/proc/self/fd/{{file}}").endswith(".safetensors"):
-            time.sleep({SLOW_SECONDS})
-            _slept.add(os.getpid())
-    return _pread(file, length, offset)
-
-os.pread = pread
-"""
 
 
 @pytest.fixture
 def site(cluster: Cluster) -> Iterator[Cluster]:
     """The target in a shard for each layer. The other hosts have directories of their own instead, empty at first."""
+    if shutil.which("rsync") is None:
+        pytest.skip("needs rsync")
     pair, models = cluster.pair, cluster.folder / "models"
     shutil.copytree(pair.draft, models / "draft")
     shutil.copytree(pair.target, models / "target", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -423,23 +407,3 @@ def test_hosts_get_their_parts_and_answer_as_one_process_does(
     (own(site, 2) / "target" / "model-7.safetensors").unlink()
     lacking = site.cli(0, "launch", site.file()).stderr.splitlines()[-1]
     assert "host-3: this host lacks model-7.safetensors of " in lacking and "`pipedec distribute`" in lacking
-
-
-@may_take_long
-def test_a_digest_that_takes_long_makes_nobody_impatient(site: Cluster, tmp_path: Path) -> None:
-    assert site.cli(0, "distribute", site.file()).returncode == 0
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW_DISK)
-    path = os.pathsep.join([str(tmp_path / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    state = tmp_path / "nothing-digested-yet"
-    site.extra = f", environment: {{PYTHONPATH: '{path}', PIPEDEC_STATE_DIR: '{state}'}}"
-    started = site.cli(0, "launch", site.file(), "--detach")
-    try:
-        assert started.returncode == 0, started.stderr
-        shown = site.cli(0, "status").stderr
-        assert "epoch 0" in shown and "Recoveries" not in shown, shown
-        assert list((state / "digests").iterdir()), "the digests were computed there"
-        asked = ("submit", "--raw-prompt", "--prompt", PROMPT, "--max-tokens", "4", "--ignore-eos", "--json")
-        assert site.cli(0, *asked).returncode == 0
-    finally:
-        site.cli(0, "down")

@@ -106,7 +106,7 @@ class Run:
 
     @staticmethod
     def _hold(meeting: Meeting) -> Met:
-        with meeting.hold(lambda done, total: None) as met:
+        with meeting.hold() as met:
             met.rendezvous.store.set(f"rank {met.rendezvous.rank}", "is here")
             met.rendezvous.store.wait(["rank 0", "rank 1", "rank 2"])
             return met
@@ -229,7 +229,7 @@ def test_each_rank_digests_what_it_reads_and_rank_zero_all_if_it_is_to(
     met = [future.result(30) for future in [run.meet(rank, 0, 1, lists=rank == 0) for rank in range(3)]]
     whole = {"target": run.spec.target, "draft": run.spec.draft, "bita": run.spec.bita}
     assert [sorted(one.own) for one in met] == [["bita", "draft", "target"], ["bita", "target"], ["bita", "target"]]
-    assert [one.digests for one in met] == [{key: weights_digest(path, None) for key, path in whole.items() if path}] * 3
+    assert [one.digests for one in met] == [{key: weights_digest(path) for key, path in whole.items() if path}] * 3
     told = [event for _, event in run.scheduler.read_answer(run.scheduler.keys.meeting, "0", 0)]
     digests = {event.rank: event.digests for event in told if isinstance(event, AddressEvent)}
     assert {rank: sorted(found) for rank, found in digests.items()} == {
@@ -296,7 +296,7 @@ def test_stages_that_request_nccl_tell_their_builds(run: Run, no_interface: None
         run.scheduler.publish(run.scheduler.keys.meeting, theirs)
     with (
         pytest.raises(UserError, match=r"^rank 2 \(stage 2\) on here has torch build 2\.13\.0\+cu126, but rank 1 \(stage 1\)"),
-        meeting.hold(lambda done, total: None),
+        meeting.hold(),
     ):
         pass
 

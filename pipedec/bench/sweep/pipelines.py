@@ -18,7 +18,6 @@ from pipedec.client.running import Running
 from pipedec.config import AUTO, NONE, ClusterConfig, ServerConfig, Settings
 from pipedec.config.cluster import PartitionConfig
 from pipedec.decoding.learned import NOTHING_LEARNED
-from pipedec.directories import cache_directory
 from pipedec.engine.build import resolve
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.messages.run import BitaDescription, RunDescription
@@ -237,7 +236,7 @@ def pair_digest(spec: PipelineSpec) -> str:
 
 def _digest(path: Path) -> str:
     """Identifies a checkpoint's weights: the first digits of their SHA-256."""
-    return weights_digest(path, cache_directory())[:_DIGITS]
+    return weights_digest(path)[:_DIGITS]
 
 
 def _bita_of(directory: Path) -> Row:
