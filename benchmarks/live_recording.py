@@ -1,4 +1,4 @@
-"""``python -m benchmarks.live_recording``: recordings of the live feed, for the live page and ``pipedec top --recording``.
+"""``python -m benchmarks.live_recording``: recordings of the live feed, for the live page.
 
 One question is answered by several methods, each with a pipeline of its own, on computed time. Times leave out rank 0's own work,
 so that the same prompt gives the same recording, however busy the machine is.
@@ -29,8 +29,7 @@ from pipedec.engine.experience_files import initial_experience
 from pipedec.engine.local import LocalPipeline
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.live.feed import LiveFeed
-from pipedec.live.reading import LiveReading
-from pipedec.live.view import Frame
+from pipedec.live.reading import Frame, LiveReading
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RunStatus
 

@@ -24,7 +24,7 @@ COMMANDS = {
     "serve": ("pipedec.cli.serve", "Serve the OpenAI HTTP API, with a cluster on this machine or in front of a running one."),
     "submit": ("pipedec.cli.answers", "Send a prompt to a running cluster and stream the answer."),
     "status": ("pipedec.cli.cluster", "Show the state of a running cluster."),
-    "top": ("pipedec.cli.top", "Watch running clusters in this terminal."),
+    "top": ("pipedec.cli.top", "Watch a running cluster in this terminal."),
     "down": ("pipedec.cli.cluster", "Stop a running cluster."),
     "doctor": ("pipedec.cli.doctor", "Examine this host, or all hosts of a cluster.yaml."),
     "plan": ("pipedec.cli.launch", "Show layers, memory and expected times of a cluster.yaml."),

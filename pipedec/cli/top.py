@@ -1,191 +1,139 @@
-"""``pipedec top``: what runs do, drawn on a terminal while they do it, from their live feeds; or from a recording of these."""
+"""``pipedec top``: a running cluster as a table that is renewed every second, or all frames of its live feed."""
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Annotated
 
 import click
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from pipedec.cli.options import Redis
+from pipedec.cli.options import ClusterFlags, cluster_options
 from pipedec.cli.show import Interrupts
 from pipedec.client.running import Running
 from pipedec.client.watch import RunWatch
-from pipedec.cluster.state import RunningCluster, find_run
-from pipedec.core.errors import PipedecError, RankLost, UserError
-from pipedec.flags import Help, options_of
-from pipedec.live.reading import RecordedFrames
-from pipedec.live.terminal import REDRAW_SECONDS, Screen, Source, panel, shows_colour
-from pipedec.live.view import Frame, RunView, ShownRun
+from pipedec.core.errors import PipedecError, SchedulerLost, UserError
+from pipedec.flags import Help, own_options
+from pipedec.live.reading import Frame
 from pipedec.scheduler import ClientScheduler
 
-_AGAIN_SECONDS = 0.5  # until the state is asked for again, or a feed that has broken
-_FIRST_SECONDS = 5.0  # that --once waits for figures
-
-
-@dataclass(frozen=True)
-class TopFlags:
-    redis: Redis = None
-    runs: Annotated[
-        tuple[str, ...],
-        Help("Run to show: its name on that Redis, or URL#NAME on another one; may be repeated.", "NAME", "--run", repeated=True),
-    ] = ()
-    running: Annotated[bool, Help("The cluster that pipedec up started here, which is also the default.")] = False
-    recording: Annotated[Path | None, Help("Play a recording at its original speed.", "FILE")] = None
-    once: Annotated[bool, Help("Print one picture without waiting for changes, and exit.")] = False
-    json: Annotated[bool, Help("Print every frame as a line of JSON; with --once a line for each run.")] = False
+_AGAIN_SECONDS = 0.5  # until a Redis that is away is asked again
+_ANSWER = 60  # characters at the end of an answer that are shown
 
 
 @click.command()
-@options_of(TopFlags, "asked")
-def top(asked: TopFlags) -> None:
-    """Watch runs: stages and timesteps, verdicts, answers as they grow, and figures. Ctrl-C or q leaves.
-
-    Any number of runs: --run may be repeated. What --json prints is a recording, which --recording plays, as does the page /live.
-    """
-    if asked.recording is not None and (asked.redis is not None or asked.runs or asked.running):
-        raise UserError("--recording plays a file: leave out --redis, --run and --running")
-    if not (asked.once or asked.json or sys.stdout.isatty()):
-        raise UserError("standard output is no terminal: give --once for one picture, or --json for all frames")
-    raise_missed = Interrupts().raise_missed
-    with suppress(KeyboardInterrupt), ExitStack() as opened:
-        sources: list[Source] = []
-        if asked.recording is not None:
-            sources.append(RecordedFrames(asked.recording, asked.once or asked.json))
-        else:
-            for name in asked.runs or (None,):  # NAME, or URL#NAME
-                redis, run = asked.redis, name
-                if name is not None and "://" in name:
-                    url, _, after = name.rpartition("#")
-                    redis, run = (url, after) if url else (name, None)
-                sources.append(RunSource(find_run(redis, run)))
-        for source in sources:
-            opened.enter_context(closing(source))
-        if asked.once:
-            _print_once(sources, asked.json)
-        elif asked.json:
-            _print_frames(sources, raise_missed)
-        else:
-            Screen(sources, Console(highlight=False)).run(raise_missed)
-
-
-def _print_once(sources: Sequence[Source], as_json: bool) -> None:
-    """A picture, or a document, of every run, as soon as there are figures."""
-    deadline = time.monotonic() + _FIRST_SECONDS
-    for source in sources:
-        source.take()
-        while not (source.is_complete() or source.has_ended()) and time.monotonic() < deadline:
-            time.sleep(REDRAW_SECONDS)
-            source.take()
-    console = Console(highlight=False)
-    for shown in (shown for source in sources for shown in source.runs):
-        if as_json:
-            print(json.dumps(described(shown)))
-        else:
-            console.print(panel(shown, console.width, None, shows_colour(console)))
+@cluster_options
+@own_options
+def top(
+    place: ClusterFlags,
+    once: Annotated[bool, Help("Exit after a second, with one table.")] = False,
+    as_json: Annotated[bool, Help("Print every frame as a line of JSON: a recording for the page /live.", flag="--json")] = False,
+) -> None:
+    """Watch a running cluster: its figures, what its ranks do, and its requests as they are answered. Ctrl-C leaves."""
+    if not (once or as_json or sys.stdout.isatty()):
+        raise UserError("standard output is no terminal: give --once for one table, or --json for all frames")
+    interrupts, found, console = Interrupts(), place.find(), Console(highlight=False)
+    run, num_figures = _WatchedRun(found.run_id, found.connect()), 0
+    screen: AbstractContextManager[Live | None] = nullcontext()
+    if not (once or as_json):
+        screen = Live(console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), screen as live:
+        for frame in run.frames():
+            interrupts.raise_missed()
+            if as_json:
+                print(json.dumps(frame, separators=(",", ":")))
+            if frame["k"] == "stats":
+                sys.stdout.flush()
+                num_figures += 1
+                if live is not None:
+                    live.update(run.table(), refresh=True)
+                if once and num_figures == 2:  # the first have no time before them to cover
+                    break
+        if once and not as_json:
+            console.print(run.table())
 
 
-def _print_frames(sources: Sequence[Source], raise_missed: Callable[[], None]) -> None:
-    """Every frame, until all runs have ended."""
-    while True:
-        raise_missed()
-        has_ended = all(source.has_ended() for source in sources)
-        for frame in (frame for source in sources for frame in source.take()):
-            print(json.dumps(frame, separators=(",", ":")))
-        sys.stdout.flush()
-        if has_ended:
-            return
-        time.sleep(REDRAW_SECONDS)
+@dataclass
+class _WatchedRequest:
+    method: str
+    answer: str
+    tokens: int = 0  # since watching began
 
 
-def described(shown: ShownRun) -> dict[str, Any]:
-    run = shown.run
-    about = {name: run.about.get(name) for name in ("epoch", "stages", "groups", "target", "draft", "emulated", "method")}
-    requests = [
-        {"number": one.number, "method": one.method, "tokens": one.tokens, "text": one.text, "end": one.reason}
-        for one in run.requests.values()
-    ]
-    ranks = None if shown.ranks is None else {"alive": shown.ranks[0], "all": shown.ranks[1]}
-    state = {"run": run.name, "state": shown.state, "note": shown.note or None, "ranks": ranks}
-    return state | about | {"stats": None if run.stats is None else asdict(run.stats), "requests": requests}
+class _WatchedRun:
+    """A run, and what its feed has shown. Raises UserError if it has ended, or another version runs it."""
 
+    def __init__(self, run_id: str, scheduler: ClientScheduler) -> None:
+        self._running = Running.of(scheduler, run_id)
+        self._scheduler, self._status = scheduler, scheduler.status()
+        self._requests: dict[int, _WatchedRequest] = {}
+        self._figures: Frame = {}
+        self._doing = scheduler.activities()
 
-class RunSource:
-    """A run in a cluster, which two threads follow until it ends: one its feed, one its state.
-
-    UserError if there is no such run, or another version runs it; SchedulerLost if Redis cannot be reached.
-    """
-
-    def __init__(self, found: RunningCluster) -> None:
-        running = Running.of(found.connect(), found.run_id)
-        shown = ShownRun(RunView(found.run_id))
-        about = running.description
-        shown.run.about = {
-            "stages": len(about.layers), "groups": len(about.groups), "target": about.target, "draft": about.draft,
-            "emulated": about.emulation, "epoch": 0,
-        }  # fmt: skip
-        self.runs = [shown]
-        self._running = running
-        self._watch = RunWatch()
-        self._frames: SimpleQueue[Frame] = SimpleQueue()
-        self._is_closed = False
-        for follow in (self._follow_feed, self._follow_state):
-            threading.Thread(target=self._until_ended, args=(follow, found.connect()), daemon=True).start()
-
-    def take(self) -> list[Frame]:
-        """See ``Source``. Raises UserError for frames of another version."""
-        taken = []
-        with suppress(Empty):
-            while True:
-                taken.append(self._frames.get_nowait())
-                self.runs[0].run.take(taken[-1])
-        return taken
-
-    def is_complete(self) -> bool:
-        return self.runs[0].run.stats is not None and bool(self.runs[0].state)
-
-    def has_ended(self) -> bool:
-        return self.runs[0].state == "ended"
-
-    def close(self) -> None:
-        self._is_closed = True
-
-    def _until_ended(self, follow: Callable[[ClientScheduler], None], scheduler: ClientScheduler) -> None:
-        while not (self._is_closed or self.has_ended()):
-            follow(scheduler)
-            time.sleep(_AGAIN_SECONDS)
-
-    def _follow_feed(self, scheduler: ClientScheduler) -> None:
-        with suppress(PipedecError):  # the state has the reason
-            for frame in Running.of(scheduler, self._running.run_id).client.live():
-                self._frames.put(frame)
-                if self._is_closed:
-                    return
-
-    def _follow_state(self, scheduler: ClientScheduler) -> None:
-        shown = self.runs[0]
-        try:
-            status = scheduler.status()
-        except PipedecError as error:  # Redis, or the run in it, is away, perhaps for good
-            shown.note = str(error)
+    def frames(self) -> Iterator[Frame]:
+        """Until the run is stopped. Raises PipedecError if it has failed, or Redis is away for long."""
+        watch = RunWatch()
+        while True:
             try:
-                self._watch.outage(error)
-            except PipedecError:
-                shown.state = "ended"
-            return
-        shown.ranks = len(status.alive), len(self._running.topology.ranks)
-        try:
-            self._watch.check(status)
-        except RankLost as error:
-            shown.state, shown.note = "ended", "the run was stopped" if status.state == "gone" else str(error)
-        else:
-            shown.state, shown.note = "recovering" if status.is_recovering else status.state, ""
+                for frame in self._running.client.live():
+                    if frame["k"] == "stats":
+                        self._figures, self._status, self._doing = frame, self._scheduler.status(), self._scheduler.activities()
+                        watch.check(self._status)
+                    self._note(frame)
+                    yield frame
+            except PipedecError as error:
+                if self._status.state != "up":
+                    return
+                if not isinstance(error, SchedulerLost):
+                    raise
+                watch.outage(error)
+                time.sleep(_AGAIN_SECONDS)
+
+    def _note(self, frame: Frame) -> None:
+        match frame["k"]:
+            case "run" | "gap":  # frames of the requests that run follow
+                self._requests.clear()
+            case "open":
+                self._requests[frame["r"]] = _WatchedRequest(frame["method"], frame["said"])
+            case "close":
+                self._requests.pop(frame["r"], None)
+            case "step":
+                for verdict in frame["out"]:
+                    if (request := self._requests.get(verdict["r"])) is not None:
+                        request.tokens += len(verdict["tokens"])
+                        request.answer = (request.answer + verdict["text"])[-_ANSWER:]
+
+    def table(self) -> Group:
+        """The run in some lines, and a line for each of its requests."""
+        status, figures, about = self._status, self._figures, self._running.description
+        state = "recovering" if status.is_recovering else status.state
+        ranks = f"{len(status.alive)} of {len(about.layers) + 1} ranks alive"
+        passage = f", passage {status.stats.passage} timesteps" if status.stats and status.stats.passage else ""
+        speeds = [
+            text.format(figures[name])
+            for name, text in (("ttft_ms", "TTFT {:.0f} ms"), ("tpot_ms", "TPOT {:.0f} ms"), ("hit_rate", "hits {:.0%}"))
+            if figures.get(name) is not None
+        ]
+        parts = [
+            f"{figures.get('running', 0)} running, {figures.get('waiting', 0)} waiting", f"KV {figures.get('kv', 0.0):.0%}",
+            f"{figures.get('tokens_per_s', 0.0):.1f} tokens/s", *speeds,
+        ]  # fmt: skip
+        lines = [
+            f"run {self._running.run_id}: {state}, epoch {status.epoch}, {ranks}",
+            f"{len(about.layers)} stages in {len(about.groups)} groups{passage}",
+            "; ".join(parts),
+            "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(self._doing.items())),
+        ]
+        rows = Table("request", "method", "tokens", "answer", box=None, pad_edge=False)
+        for number, one in self._requests.items():
+            answer = "".join(letter if letter.isprintable() else " " for letter in one.answer)
+            rows.add_row(str(number), one.method, str(one.tokens), Text(answer))
+        return Group(*map(Text, lines), rows)

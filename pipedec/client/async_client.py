@@ -16,8 +16,7 @@ from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence
 from pipedec.cluster.state import no_such_run
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost
-from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
-from pipedec.live.view import Frame
+from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.scheduler import AsyncRedisScheduler, RunStatus

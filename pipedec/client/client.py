@@ -12,8 +12,7 @@ from pipedec.client.reply import Delta, OnDelta, Reply, TokenArrivals
 from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
-from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, LiveReading
-from pipedec.live.view import Frame
+from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
 from pipedec.messages.events import AbortEvent, ThreadNews
 from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import ClientScheduler

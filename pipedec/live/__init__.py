@@ -1,1 +1,1 @@
-"""The live view of a pipeline: the feed that rank 0 publishes, its state for those who draw it, the terminal and the page."""
+"""The live view of a pipeline: the feed that rank 0 publishes, its readers' figures, and the page."""

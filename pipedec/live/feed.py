@@ -38,7 +38,7 @@ from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request, Scheduler, events
-from pipedec.live.view import VERSION, Frame
+from pipedec.live.reading import VERSION, Frame
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core.errors import PipedecError
-from pipedec.live.view import Frame
+from pipedec.live.reading import Frame
 
 _MOST_BATCHES = 64  # that wait for a viewer
 _LOOK_SECONDS = 0.5  # between two looks whether the server ends

@@ -1,21 +1,19 @@
-"""Reading the live feed (docs/live.md) of a run, with figures once a second, and recordings of it in files.
-
-Blocking and asyncio readers share this; it has no connection.
+"""Reading the live feed (docs/live.md) of a run, with figures once a second. Blocking and asyncio readers share this; it has no
+connection.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
-import zlib
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from pipedec.core.errors import UserError
-from pipedec.live.view import Frame, RunView, ShownRun
 from pipedec.scheduler import FrameBatch, RunStatus
+
+VERSION = 1  # of the frames
+Frame = dict[str, Any]
 
 STATS_SECONDS = 1.0  # between two frames of figures, and two renewals of the watcher's lease
 READ_SECONDS = 0.5  # that a read waits
@@ -89,54 +87,3 @@ class LiveReading:
                 for one in status.recoveries
             ],
         }  # fmt: skip
-
-
-class RecordedFrames:
-    """Frames of a file, of one or several runs, at their original speed. Raises as ``read_recording``."""
-
-    def __init__(self, path: Path, at_once: bool = False) -> None:
-        frames = read_recording(path)
-        begins = min((frame["us"] for frame in frames if "us" in frame and frame["k"] != "run"), default=0)
-        now: dict[str, float] = {}  # seconds since the first step of all; a frame without a time comes with the one before it
-        timed = []
-        for frame in frames:
-            if "us" in frame and frame["k"] != "run":
-                now[frame["run"]] = (frame["us"] - begins) / 1e6
-            timed.append((now.get(frame["run"], 0.0), frame))
-        self._frames = sorted(timed, key=lambda timed: timed[0])
-        self._played = 0
-        self._began = -float("inf") if at_once else time.monotonic()
-        self._views = {name: RunView(name) for name in dict.fromkeys(frame["run"] for _, frame in self._frames)}
-        self.runs = [ShownRun(run, "recording") for run in self._views.values()]
-
-    def take(self) -> list[Frame]:
-        """See ``Source``. Raises UserError for frames of another version."""
-        now, first = time.monotonic() - self._began, self._played
-        while self._played < len(self._frames) and self._frames[self._played][0] <= now:
-            frame = self._frames[self._played][1]
-            self._views[frame["run"]].take(frame)
-            self._played += 1
-        return [frame for _, frame in self._frames[first : self._played]]
-
-    def is_complete(self) -> bool:
-        return True
-
-    def has_ended(self) -> bool:
-        return self._played == len(self._frames)
-
-    def close(self) -> None: ...
-
-
-def read_recording(path: Path) -> list[Frame]:
-    """The frames of a recording: JSON Lines, perhaps compressed by gzip. Raises UserError for any other file."""
-    try:
-        raw = path.read_bytes()
-        lines = (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode().splitlines()
-        frames = [json.loads(line) for line in lines if line.strip()]
-    except OSError as error:
-        raise UserError(f"--recording {path}: {error.strerror or 'it is damaged'}") from None
-    except (ValueError, EOFError, zlib.error):
-        frames = []
-    if not frames or not all(isinstance(frame, dict) and "k" in frame and "run" in frame for frame in frames):
-        raise UserError(f"--recording {path} is no recording: save one on the page /live, or with pipedec top --json")
-    return frames

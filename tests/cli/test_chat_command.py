@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 Answered = Callable[..., str]
 ROOT = Path(__file__).resolve().parents[2]
-RECORDING = ROOT / "docs" / "live" / "paper-14.jsonl.gz"
 Terminals = Callable[..., Terminal]
 
 
@@ -278,7 +277,6 @@ def test_what_standard_output_cannot_show_is_replaced(
     for arguments in (
         ["chat", "--url", url],
         ["plan", ROOT / "cluster.yaml"],
-        ["top", "--recording", RECORDING, "--once"],
         ["--help"],
     ):
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))

@@ -13,7 +13,7 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.live.feed import LiveFeed
-from pipedec.live.view import Frame
+from pipedec.live.reading import Frame
 from pipedec.methods import METHOD_NAMES
 from pipedec.text.prompt import Prompter
 

@@ -9,7 +9,7 @@ from pipedec.client.reply import Delta
 from pipedec.config import Settings
 from pipedec.core.completion import Completion, Metrics
 from pipedec.core.errors import PipedecError
-from pipedec.live.view import Frame
+from pipedec.live.reading import Frame
 from pipedec.messages.events import ThreadNews
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
