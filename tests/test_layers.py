@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1] / "pipedec"
 CLIENTS = [
     "pipedec", *(f"pipedec.cli.{name}" for name in ("main", "answers", "cluster", "launch", "serve", "top")),
-    *(f"pipedec.cluster.{name}" for name in ("launched", "node", "torchrun", "inbox", "survey", "doctor.comparison")),
+    *(f"pipedec.cluster.{name}" for name in ("launched", "node", "torchrun", "distribution", "survey", "doctor.comparison")),
     "pipedec.methods",
     *(f"pipedec.{side}.{path.stem}" for side in ("client", "server") for path in sorted((PACKAGE / side).glob("*.py"))),
 ]  # fmt: skip
