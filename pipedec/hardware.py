@@ -1,117 +1,12 @@
-"""Two tables of published numbers: devices a stage may run on, and links between them.
-
-Owns the numbers and the quantities derived from them (bytes, peak rates, times). Does not know models, clusters,
-configuration files or how layers are divided into stages.
-"""
+"""Two tables of published numbers: devices a stage may run on, and links between them. Knows neither models nor clusters."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import astuple, dataclass
-from typing import Annotated
-
-from msgspec import Meta
+from dataclasses import dataclass
 
 GIGA = 1_000_000_000
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_BITS = {"int8": 8, "int4": 4}
-QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
-WIDENED_VALUES = 1 << 26  # that a GPU widens of a quantized matrix at once: with fewer, products are too narrow to fill it
-# Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
-# two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
-# not been timed on a GPU.
-LAUNCH_US_PER_LAYER = 15.0
-# The largest forward that is captured as a graph, whose buffers a plan counts.
-CAPTURED_ROWS = 256  # with more of them computing takes longer than launching kernels
-CAPTURED_SLOTS = 1 << 15  # all requests together; each layer copies their keys and values
-CAPTURED_CELLS = 1 << 21  # in the rectangles of rows and slots
-# Rows that torch's kernel for 4-bit weights in bfloat16 on a GPU multiplies at once (ATen/native/cuda/int4mm.cu,
-# tinygemm_m16n8k16_chunk_kernel): each tile of so many rows is a block of its own, which reads and widens all weights again.
-INT4_KERNEL_ROWS = 16
-_SMALLEST_SHARE = 0.95  # a card has at least so much of the memory on its data sheet: drivers keep some of it
-
-
-@dataclass(frozen=True)
-class PassTime:
-    """Duration of one forward pass through some layers on a device: a roofline plus kernel launches.
-
-    Attributes:
-        read_ms: time to read the weights from memory once.
-        row_ms: time to multiply one row by them at the peak rate.
-        launch_ms: launch overhead of the kernels.
-        past_ms: time to read one token's keys and values in the KV cache.
-        reread_ms: time to read weights again for each further ``INT4_KERNEL_ROWS`` rows; 0 if one reading serves all rows.
-    """
-
-    read_ms: float
-    row_ms: float
-    launch_ms: float
-    past_ms: float = 0.0
-    reread_ms: float = 0.0
-
-    def ms(self, rows: int, past: int = 0) -> float:
-        """Milliseconds for ``rows`` rows that attend to ``past`` tokens in all, each read once for its request.
-
-        Memory-bound up to ``knee_rows`` (or more, with much past), then compute-bound. The products of queries with keys and
-        values are not counted: they are small beside the weights' at the lengths planned for.
-        """
-        again_ms = (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
-        return max(self.read_ms + again_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
-
-    def slowed(self, factor: float) -> PassTime:
-        """With every part so many times as long."""
-        return PassTime(*(factor * part for part in astuple(self)))
-
-    @property
-    def knee_rows(self) -> float:
-        """The knee of the roofline: number of rows from which compute takes longer than reading the weights once."""
-        at_peak = self.read_ms / self.row_ms
-        return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """How a model's weights, activations and caches are stored.
-
-    Attributes:
-        dtype: of activations, caches, and weights that are not quantized.
-        quantize: ``int8`` or ``int4`` for the matrices of the layers, embedding and head then take 8 bits; None for ``dtype``.
-    """
-
-    dtype: str
-    quantize: str | None = None
-
-    def __str__(self) -> str:
-        return self.dtype if self.quantize is None else f"{self.dtype}, weights in {self.quantize}"
-
-    @property
-    def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes per weight of a layer, with its share of scales and zero points, but without scales of 8 bits, one per output."""
-        if self.quantize is None:
-            return self.element_bytes
-        groups = 2 * self.element_bytes / QUANTIZED_GROUP if self.quantize == "int4" else 0
-        return QUANTIZED_BITS[self.quantize] / 8 + groups
-
-    @property
-    def table_bytes(self) -> float:
-        """Bytes per weight of the embedding or the head."""
-        return self.element_bytes if self.quantize is None else 1
-
-    def read_bytes(self, layer_weights: int, head_weights: int, device: DeviceSpec) -> float:
-        """Memory traffic of one pass. On a GPU weights are widened to ``dtype`` in its memory, written there and read again,
-        unless a kernel reads them as they are. A processor widens them in its cache."""
-        widened = 2 * self.element_bytes if self.quantize is not None and device.is_gpu else 0
-        layers = self.layer_bytes + (0 if self.widens_in_kernel else widened)
-        return layer_weights * layers + head_weights * (self.table_bytes + widened)
-
-    @property
-    def widens_in_kernel(self) -> bool:
-        """Whether torch's kernel for a GPU reads the weights of layers as they are."""
-        return self.quantize == "int4" and self.dtype == "bfloat16"
+_SMALLEST_SHARE = 0.95  # of the memory on the data sheet: drivers keep some of it
 
 
 @dataclass(frozen=True)
@@ -173,23 +68,6 @@ class DeviceSpec:
         """Peak FLOP/s with weights of ``dtype``."""
         return (self.float32_tflops if dtype == "float32" else self.bfloat16_tflops) * 1e12
 
-    def pass_time(
-        self, layer_weights: int, head_weights: int, layers: int, weights: WeightFormat, cache_values: int = 0
-    ) -> PassTime:
-        """One forward pass through ``layers`` layers, which have ``layer_weights`` together, and ``head_weights`` of a head.
-
-        ``cache_values`` are the elements of one token in the KV cache of one layer.
-        """
-        byte_ms = 1000 / (self.bandwidth_gb_per_s * GIGA)
-        read_ms = weights.read_bytes(layer_weights, head_weights, self) * byte_ms
-        row_seconds = 2 * (layer_weights + head_weights) / self.peak_flops(weights.dtype)
-        launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
-        past_ms = layers * cache_values * weights.element_bytes * byte_ms
-        reread_bytes = layer_weights * weights.layer_bytes if weights.widens_in_kernel and self.is_gpu else 0
-        return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_bytes * byte_ms)
-
-
-Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 DEVICES = {
     device.name: device

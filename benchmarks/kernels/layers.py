@@ -19,10 +19,11 @@ from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import Row, header
+from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.engine.build import DTYPES
 from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig
 from pipedec.flags import Help, check_fields
-from pipedec.hardware import DEVICES, DTYPE_BYTES, GIGA
+from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import LaneRows, StageModel, device_capture
 from pipedec.tree import Visibility
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import AUTO, NONE, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
@@ -20,7 +21,7 @@ from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
-from pipedec.hardware import DEVICES, WeightFormat, reported_device
+from pipedec.hardware import DEVICES, reported_device
 from pipedec.messages.run import BitaDescription
 from pipedec.model import (
     BitaWeights,

@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from pipedec.families.parts import Decoder, RMSNorm
 from pipedec.families.shapes import LayerShape, Shape
-from pipedec.hardware import Size
+
+Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from pipedec.core.errors import BadValue
-from pipedec.families.base import DecoderConfig, rope_type
+from pipedec.families.base import DecoderConfig, Size, rope_type
 from pipedec.families.parts import Activation, Decoder, Heads, Linear, RMSNorm
 from pipedec.families.shapes import LayerShape, Reach
-from pipedec.hardware import Size
 
 if TYPE_CHECKING:
     from torch import Tensor

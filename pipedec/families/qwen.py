@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipedec.core.errors import BadValue
+from pipedec.families.base import Size
 from pipedec.families.llama import LlamaConfig, LlamaDecoder
 from pipedec.families.parts import Decoder, Heads, RMSNorm
-from pipedec.hardware import Size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipedec.config.environment import captures_graphs
 from pipedec.core.errors import UserError
+from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.families import Reach
-from pipedec.hardware import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model.attention import (
     LaneRows,
     LayersShape,

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pipedec.checkpoints.formats import QUANTIZED_GROUP as GROUP
+from pipedec.checkpoints.formats import WIDENED_VALUES
 from pipedec.core.errors import UserError
-from pipedec.hardware import QUANTIZED_GROUP as GROUP
-from pipedec.hardware import WIDENED_VALUES
 
 PADDED_ROWS = 16  # see ``Products``
 TYPICAL_ROWS = 16  # the packed layout is chosen for products of this many rows

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipedec.hardware import CAPTURED_ROWS
+from pipedec.core.limits import CAPTURED_ROWS
 from pipedec.model.attention import LaneRows
 from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import FEWEST_SLOTS, usual_sizes

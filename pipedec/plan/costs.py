@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipedec.checkpoints.formats import WIDENED_VALUES, WeightFormat
+from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
 from pipedec.families import ModelConfig
-from pipedec.hardware import (
-    CAPTURED_CELLS,
-    CAPTURED_ROWS,
-    CAPTURED_SLOTS,
-    DEVICES,
-    WIDENED_VALUES,
-    DeviceSpec,
-    LinkSpec,
-    PassTime,
-    WeightFormat,
-)
+from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
+from pipedec.plan.roofline import PassTime, pass_time
 
 # Assumptions about a rank on a GPU, which the driver's figures of a running rank may correct.
 CONTEXT_BYTES = 350_000_000  # the CUDA context, which exists before anything is loaded
@@ -131,7 +124,7 @@ class ModelCosts:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
         head = last * (self.model.embedding_parameters + self.model.hidden_size)
         in_layers = layers * self.model.layer_parameters
-        return device.pass_time(in_layers, head, layers, self.weights, self.model.cache_values_per_token)
+        return pass_time(device, in_layers, head, layers, self.weights, self.model.cache_values_per_token)
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
         """Number of layers that fit on a device beside everything else, of which another rank may have taken a part."""

@@ -10,20 +10,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
+from pipedec.checkpoints.formats import DTYPE_BYTES, WeightFormat
 from pipedec.config import AUTO, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Cut
 from pipedec.core.errors import UserError
-from pipedec.core.limits import DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
+from pipedec.core.limits import CAPTURED_ROWS, DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
 from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import checkpoint_dtype, model_by_name
-from pipedec.hardware import CAPTURED_ROWS, DEVICES, DTYPE_BYTES, GIGA, DeviceSpec, LinkSpec, PassTime, WeightFormat
+from pipedec.hardware import DEVICES, GIGA, DeviceSpec, LinkSpec
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.curves import expected_top1, timesteps_per_token
 from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
+from pipedec.plan.roofline import PassTime
 from pipedec.topology import Topology
 
 _LEAST_GAIN = 0.05  # a passage longer than there are groups must gain so much, as it needs more memory

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import AUTO, NONE, ServerConfig, Settings
 from pipedec.core.limits import KNEE_ROWS, MAX_PASSAGE
 from pipedec.families import ModelConfig, model_by_name, model_config
-from pipedec.hardware import DEVICES, WeightFormat
+from pipedec.hardware import DEVICES
 from pipedec.kv import KVManager
 from pipedec.messages.run import BitaDescription, RankDescription, RunDescription
 from pipedec.plan.costs import ModelCosts

@@ -22,12 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
 from architectures.zoo import LAYERS, architectures, save_config, save_model
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
-from pipedec.hardware import WeightFormat
 from pipedec.model import Checkpoint, StageModel, load_transformers
 from pipedec.model.matrices import SMALLEST_PACKED
 from pipedec.plan.costs import ModelCosts

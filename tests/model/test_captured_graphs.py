@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 
 from pipedec.config.environment import captures_graphs
 from pipedec.core.errors import UserError
+from pipedec.core.limits import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.families import model_config
-from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model.captured_graphs import Bucket, CapturedGraphs
 from pipedec.tree import Visibility

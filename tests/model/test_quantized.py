@@ -15,9 +15,9 @@ from support.examples import examples
 from support.stage_chain import lone_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.core.errors import UserError
 from pipedec.families import ModelImpl, model_by_name, model_config
-from pipedec.hardware import WeightFormat
 from pipedec.model import LaneRows, StageModel, matrices
 from pipedec.model.matrices import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
 

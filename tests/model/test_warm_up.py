@@ -11,7 +11,7 @@ from support.captures import Repeated
 from support.checkpoints import save_tiny
 from torch import Tensor
 
-from pipedec.hardware import CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.core.limits import CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.model import BitaWeights, FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.model.captured_graphs import FEWEST_SLOTS, Bucket, usual_sizes
 from pipedec.model.warm_up import CHUNK, first_forwards

@@ -23,12 +23,13 @@ from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.recorder import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
-from pipedec.hardware import LinkSpec, PassTime
+from pipedec.hardware import LinkSpec
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
+from pipedec.plan.roofline import PassTime
 from pipedec.topology import Topology
 from pipedec.validation import parse_json, to_json
 

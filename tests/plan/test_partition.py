@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.clusters import clustered
 
+from pipedec.checkpoints.formats import WIDENED_VALUES, WeightFormat
 from pipedec.cli.launch import plan as command
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, load_cluster
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
 from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import KNOWN_MODELS
-from pipedec.hardware import DEVICES, WIDENED_VALUES, WeightFormat
+from pipedec.hardware import DEVICES
 from pipedec.model.captured_graphs import Bucket
 from pipedec.plan.costs import CONTEXT_BYTES, CUBLAS_BYTES, NCCL_BYTES, ModelCosts
 from pipedec.plan.partition import Measured, Plan, delay_by_sharing_ms, plan, room_of
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
+from pipedec.plan.roofline import pass_time
 from pipedec.plan.table import plan_table
 from pipedec.transport.wire import RowFormat, message_bytes
 
@@ -252,7 +254,7 @@ def test_what_enters_at_a_timestep_fills_a_captured_forward_below_the_knee(
 
 
 def test_the_slowest_device_limits_what_enters() -> None:
-    times = {name: DEVICES[name].pass_time(10**9, 0, 4, WeightFormat("bfloat16")) for name in ("rtx3090", "h100", "cpu")}
+    times = {name: pass_time(DEVICES[name], 10**9, 0, 4, WeightFormat("bfloat16")) for name in ("rtx3090", "h100", "cpu")}
     assert room_of([(DEVICES["h100"], times["h100"]), (DEVICES["rtx3090"], times["rtx3090"])]) == 64
     assert room_of([(DEVICES["h100"], times["h100"]), (DEVICES["cpu"], times["cpu"])]) == KNEE_ROWS
 

@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.families import model_by_name
-from pipedec.hardware import WeightFormat
 from pipedec.plan.costs import ModelCosts
 
 FAMILIES = {

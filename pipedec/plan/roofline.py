@@ -1,0 +1,70 @@
+"""How long a forward pass takes by the data sheet of its device: a roofline."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+
+from pipedec.checkpoints.formats import WeightFormat
+from pipedec.hardware import GIGA, DeviceSpec
+
+# Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
+# two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
+# not been timed on a GPU.
+LAUNCH_US_PER_LAYER = 15.0
+# Rows that torch's kernel for 4-bit weights in bfloat16 on a GPU multiplies at once (ATen/native/cuda/int4mm.cu,
+# tinygemm_m16n8k16_chunk_kernel): each tile of so many rows is a block of its own, which reads and widens all weights again.
+INT4_KERNEL_ROWS = 16
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Duration of one forward pass through some layers on a device: a roofline plus kernel launches.
+
+    Attributes:
+        read_ms: time to read the weights from memory once.
+        row_ms: time to multiply one row by them at the peak rate.
+        launch_ms: launch overhead of the kernels.
+        past_ms: time to read one token's keys and values in the KV cache.
+        reread_ms: time to read weights again for each further ``INT4_KERNEL_ROWS`` rows; 0 if one reading serves all rows.
+    """
+
+    read_ms: float
+    row_ms: float
+    launch_ms: float
+    past_ms: float = 0.0
+    reread_ms: float = 0.0
+
+    def ms(self, rows: int, past: int = 0) -> float:
+        """Milliseconds for ``rows`` rows that attend to ``past`` tokens in all, each read once for its request.
+
+        Memory-bound up to ``knee_rows`` (or more, with much past), then compute-bound. The products of queries with keys and
+        values are not counted: they are small beside the weights' at the lengths planned for.
+        """
+        again_ms = (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
+        return max(self.read_ms + again_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
+
+    def slowed(self, factor: float) -> PassTime:
+        """With every part so many times as long."""
+        return PassTime(*(factor * part for part in astuple(self)))
+
+    @property
+    def knee_rows(self) -> float:
+        """The knee of the roofline: number of rows from which compute takes longer than reading the weights once."""
+        at_peak = self.read_ms / self.row_ms
+        return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
+
+
+def pass_time(
+    device: DeviceSpec, layer_weights: int, head_weights: int, layers: int, weights: WeightFormat, cache_values: int = 0
+) -> PassTime:
+    """A forward pass on ``device`` through ``layers`` layers, with ``layer_weights`` in all, and a head of ``head_weights``.
+
+    ``cache_values`` are the elements of one token in the KV cache of one layer.
+    """
+    byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA)
+    read_ms = weights.read_bytes(layer_weights, head_weights, device.is_gpu) * byte_ms
+    row_seconds = 2 * (layer_weights + head_weights) / device.peak_flops(weights.dtype)
+    launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
+    past_ms = layers * cache_values * weights.element_bytes * byte_ms
+    reread_bytes = layer_weights * weights.layer_bytes if weights.widens_in_kernel and device.is_gpu else 0
+    return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_bytes * byte_ms)
