@@ -39,7 +39,8 @@ from pipedec.flags import Help, check_fields, options_of, own_options, run_comma
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel, load_transformers
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.budgets import kv_slots
+from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
 from pipedec.threads.sequences import Sequences
@@ -195,7 +196,7 @@ def _load_counted(spec: PipelineSpec, device: torch.device) -> tuple[LocalPipeli
         if spec.bita is not None:
             model.attach(BitaWeights.load(spec.bita, config, range(first, last), DTYPES[spec.dtype], device))
         kind = FinalStageWorker if model.is_last else StageWorker
-        stages.append(kind(model, sequences.of, device, slots=spec.kv_slots, block=spec.kv_block))
+        stages.append(kind(model, sequences.of, device, slots=kv_slots(spec), block=spec.kv_block))
     return LocalPipeline(spec, stages, new_scheduler(spec, load_drafter(spec, device), device)), count
 
 
@@ -240,7 +241,7 @@ def measure_alternatives(
     prompt_ids = [prompter.token_ids(prompt, False, config.max_tokens) for prompt in prompts]
     device = chosen_device(spec.settings.cut.device).type
     with _threads(config.threads) as num_threads, quiet_transformers():
-        settings = {"prompts": len(prompts), "pipeline": pipeline_row(spec.description()), "device": device}
+        settings = {"prompts": len(prompts), "pipeline": pipeline_row(run_description(spec)), "device": device}
         settings = asdict(config) | {"threads": num_threads} | settings
         first = header("alternatives", settings) | {"transformers": transformers.__version__}
         contenders = load(spec)

@@ -29,7 +29,7 @@ from pipedec.core.errors import UserError
 from pipedec.engine.build import resolve
 from pipedec.messages.run import RunDescription
 from pipedec.methods import LayerTreeOptions
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.validation import parse_json, to_json
 
 PACKAGE = Path(pipedec.__file__).parent
@@ -199,7 +199,7 @@ def test_the_description_of_a_run_has_the_settings_and_no_password(pair: Pair) -
     spec = pair.spec(3).replaced(
         redis=RedisConfig("redis://user@host:1/0", "hunter2"), max_num_seqs=7, tree=LayerTreeOptions(8, 4), dispatch="tasks"
     )
-    text = to_json(spec.description())
+    text = to_json(run_description(spec))
     assert "hunter2" not in text
     settings = parse_json(RunDescription, text).settings
     assert settings == spec.settings.without_secrets()

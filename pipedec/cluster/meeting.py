@@ -40,6 +40,7 @@ from pipedec.engine.activity import Activity
 from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
 from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
 from pipedec.messages.run import RankDescription
+from pipedec.plan.budgets import agreed_budget, kv_slots, rank_needs
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, read_description, scripts_digest
 from pipedec.topology import rank_name
@@ -102,10 +103,10 @@ class RankMemory:
         if not self.gpu:
             return None
         spec = self._spec
-        settled = slots or (None if spec.measures_memory else spec.kv_slots)
+        settled = slots or (None if spec.measures_memory else kv_slots(spec))
         who = f"{' and '.join(map(rank_name, ranks))} on {self._place.host}"
         tokens = measured_tokens(spec, ranks, self._device, who, settled, self._free, self._patience_seconds)
-        return None if settled else tokens * spec.needs(self._place.rank).token_bytes
+        return None if settled else tokens * rank_needs(spec, self._place.rank).token_bytes
 
 
 class Meeting:
@@ -175,7 +176,7 @@ class Meeting:
                 for model, tensors in address.digests.items():
                     models.setdefault(model, {}).update(tensors)
             measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
-            agreed = slots or (self._spec.agreed_budget(measured).tokens if measured else None)  # None follows from the settings
+            agreed = slots or (agreed_budget(self._spec, measured).tokens if measured else None)  # None follows from the settings
             of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
             yield Met(rendezvous, interface, of_models, digests, agreed, is_alone)
 
@@ -211,7 +212,7 @@ class Meeting:
         settings = {
             "weights": str(self._spec.weights),
             "weights of the draft": str(self._spec.largest_draft_weights),
-            "KV slots": f"{self._spec.kv_slots:,} in blocks of {self._spec.kv_block}",
+            "KV slots": f"{kv_slots(self._spec):,} in blocks of {self._spec.kv_block}",
             "--wire-dtype": self._spec.settings.cluster.wire_dtype,
         }
         return CardEvent(self._place.rank, str(self._place.host), machine_id(), address, versions, configs, settings)

@@ -44,7 +44,8 @@ from pipedec.live.feed import LiveFeed
 from pipedec.messages.run import Choice, LinkSpeed, RankDescription
 from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.budgets import kv_slots
+from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.scheduler import RankScheduler
 from pipedec.stage import StageWorker
 from pipedec.threads.sequences import Sequences
@@ -162,7 +163,7 @@ class Rank:
         self._meeting.loaded(description)
         if self._place.rank == 0:  # declares the run up when all ranks can serve
             ranks = self._meeting.wait_for_all()
-            run = self._spec.description(ranks, met.digests)
+            run = run_description(self._spec, ranks, met.digests)
             assert isinstance(loop, DraftLoop)
             loop.set_ring_latency(run.ring_latency_seconds)
             self._scheduler.open(run, self._spec.duplex, self._place.recovers)
@@ -184,7 +185,9 @@ class Rank:
         model = allocated(load, self._name)
         self._memory.gpu = ""  # from now on its memory is taken
         loop = self._new_loop(model)
-        logger.info("loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, self._spec.kv_slots, self._spec.knee)
+        logger.info(
+            "loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, kv_slots(self._spec), self._spec.knee
+        )
         gc.collect()
         gc.freeze()  # exclude loaded objects from garbage collection, which halts a timestep
         self._cold = model

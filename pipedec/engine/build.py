@@ -22,6 +22,7 @@ from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
+from pipedec.kv import KVManager
 from pipedec.messages.run import BitaDescription
 from pipedec.model import (
     BitaWeights,
@@ -33,6 +34,7 @@ from pipedec.model import (
     device_capture,
     load_markov,
 )
+from pipedec.plan.budgets import check_kv_budget, kv_slots
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN, Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.partition import plan as make_plan
@@ -57,7 +59,7 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None, in_parts)
     spec = replace(spec, row_room=room_on(spec, gpu_names() if settings.cut.device != "cpu" else []))
-    spec.check_kv_budget()
+    check_kv_budget(spec)
     return spec
 
 
@@ -78,7 +80,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
         kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
         row_room=KNEE_ROWS if settings.cut.device == "cpu" else plan.room,
     )  # fmt: skip
-    spec.check_kv_budget()
+    check_kv_budget(spec)
     return spec
 
 
@@ -202,7 +204,7 @@ def load_stage(
     if spec.bita is not None:
         model.attach(BitaWeights.load(spec.bita, config, layers, dtype, device))
     kind = FinalStageWorker if rank == spec.topology.final_rank else StageWorker
-    return kind(model, Sequences(spec.target).of, device, slots=spec.kv_slots, block=spec.kv_block, stage=rank)
+    return kind(model, Sequences(spec.target).of, device, slots=kv_slots(spec), block=spec.kv_block, stage=rank)
 
 
 def load_drafter(
@@ -217,7 +219,7 @@ def load_drafter(
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
-    return DraftModel(model, spec.kv_slots, spec.kv_block, spec.shares_prefixes, vocabulary)
+    return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary)
 
 
 def new_scheduler(
@@ -225,6 +227,7 @@ def new_scheduler(
     experience: Experience | None = None,
 ) -> Scheduler:  # fmt: skip
     """The scheduler of a pipeline's requests, with all of its KV memory; ``device`` is the draft model's."""
+    kv = KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes)
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
     resources = Resources(experience or Experience(spec.settings.passage), drafter, device, spec.trained_masks, markov)
-    return Scheduler(resources, spec.kv_manager(), spec.knee, lane_sizes)
+    return Scheduler(resources, kv, spec.knee, lane_sizes)

@@ -21,6 +21,7 @@ from pipedec.config import AUTO
 from pipedec.config.environment import onednn_limit, usable_cpus
 from pipedec.core.errors import UserError
 from pipedec.hardware import DEVICES, GIGA
+from pipedec.plan.budgets import agreed_budget, kv_budget, rank_needs
 from pipedec.plan.costs import CONTEXT_BYTES
 from pipedec.plan.dtypes import Arithmetic
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
@@ -126,8 +127,8 @@ def measured_tokens(
             pipeline can work. It names the ranks as ``who``.
     """
     limits = spec.settings.limits
-    needed = slots or spec.kv_budget().needed(limits.max_model_len, spec.knee)
-    needs = [spec.needs(rank) for rank in ranks]
+    needed = slots or kv_budget(spec).needed(limits.max_model_len, spec.knee)
+    needs = [rank_needs(spec, rank) for rank in ranks]
     deadline, is_waiting = time.monotonic() + patience_seconds, False
     while True:
         memory = free(device)
@@ -153,8 +154,8 @@ def with_measured_memory(spec: PipelineSpec, device: torch.device, free: FreeMem
         return spec
     ranks = range(0 if spec.draft is not None else 1, len(spec.layers) + 1)
     tokens = measured_tokens(spec, ranks, device, "the pipeline", free=free)
-    rooms = {rank: tokens * spec.needs(rank).token_bytes for rank in ranks}
-    return replace(spec, agreed_slots=spec.agreed_budget(rooms).tokens)
+    rooms = {rank: tokens * rank_needs(spec, rank).token_bytes for rank in ranks}
+    return replace(spec, agreed_slots=agreed_budget(spec, rooms).tokens)
 
 
 def allocated(load: Callable[[], _Made], who: str, patience_seconds: float = FREED_SECONDS) -> _Made:

@@ -14,14 +14,12 @@ from pipedec.checkpoints import CheckpointPart, rank_parts
 from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import AUTO, NONE, ServerConfig, Settings
 from pipedec.core.limits import KNEE_ROWS, MAX_PASSAGE
-from pipedec.families import ModelConfig, model_by_name, model_config
+from pipedec.families import ModelConfig, model_config
 from pipedec.hardware import DEVICES
-from pipedec.kv import KVManager
 from pipedec.messages.run import BitaDescription, RankDescription, RunDescription
-from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN
 from pipedec.plan.emulation import Emulation
-from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget, RankNeeds
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK
 from pipedec.plan.placement import Placement
 from pipedec.topology import Topology
 
@@ -134,24 +132,13 @@ class PipelineSpec:
         return min(self.settings.limits.max_model_len or most, most)
 
     @property
-    def kv_slots(self) -> int:
-        """Slots of every rank's KV pool: tokens for which every rank has memory, but no more than requests can use.
-
-        An emulation has those of the devices that it emulates.
-        """
-        if self.agreed_slots is not None:
-            return self.agreed_slots
-        if self._emulated_tokens is not None:
-            return self._emulated_tokens // self.kv_block * self.kv_block
-        return self.kv_budget().tokens
-
-    @property
     def measures_memory(self) -> bool:
         """Whether ranks that are on GPUs find out when they start how much memory they have for keys and values."""
-        return self._may_use_cuda and self.settings.limits.kv_cache_bytes is None and self._emulated_tokens is None
+        return self._may_use_cuda and self.settings.limits.kv_cache_bytes is None and self.emulated_tokens is None
 
     @property
-    def _emulated_tokens(self) -> int | None:
+    def emulated_tokens(self) -> int | None:
+        """Tokens for which the emulated devices have memory; None without an emulation, or without a limit."""
         return None if self.emulation is None else self.emulation.kv_tokens
 
     @property
@@ -163,52 +150,6 @@ class PipelineSpec:
     def shares_prefixes(self) -> bool:
         """Whether requests share the keys and values of equal prefixes. They differ where they depend on a prompt's length."""
         return self.settings.limits.prefix_cache and not self._target_config.depends_on_length
-
-    def kv_manager(self) -> KVManager:
-        """The pipeline's KV cache manager, as rank 0 begins with it."""
-        return KVManager(self.kv_slots, self.kv_block, self.shares_prefixes)
-
-    def check_kv_budget(self) -> None:
-        """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
-
-        Without a cluster.yaml it is unknown what will be measured.
-        """
-        if self.places is not None or not self.measures_memory:
-            self.agreed_budget({})
-
-    def agreed_budget(self, measured: Mapping[int, int]) -> KVBudget:
-        """``kv_budget``. Raises UserError as ``check_kv_budget``."""
-        budget = self.kv_budget(measured)
-        budget.check(self.settings.limits.max_model_len, self.knee)
-        return budget
-
-    def kv_budget(self, measured: Mapping[int, int] | None = None) -> KVBudget:
-        """The memory of every rank for keys and values: bytes as given by the user, else as ``measured`` (by rank) or planned."""
-        limits, target = self.settings.limits, self._costs(1)
-        token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(self.layers, start=1)}
-        if self.draft is not None:
-            draft = self._costs(0)
-            token_bytes = {0: draft.model.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
-        ranks = []
-        for rank, per_token in token_bytes.items():
-            planned = DEFAULT_BYTES if self.kv_room is None else self.kv_room[rank]
-            ranks.append(RankBudget(rank, limits.kv_cache_bytes or (measured or {}).get(rank, planned), per_token))
-        return KVBudget(ranks, self.max_context, limits.max_num_seqs, self.settings.passage, self.kv_block)
-
-    def needs(self, rank: int) -> RankNeeds:
-        """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
-        costs = self._costs(rank)
-        start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else self.layers[rank - 1]
-        token_bytes = (stop - start) * costs.layer_token_bytes
-        held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(self.layers)))
-        beyond_the_slots = self.kv_block * token_bytes  # the pool also holds a learned prompt, and unused slots
-        return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
-
-    def _costs(self, rank: int) -> ModelCosts:
-        """The costs of the model of a rank."""
-        path, weights = (self.draft, self.largest_draft_weights) if rank == 0 else (self.target, self.weights)
-        max_model_len = self.settings.limits.max_model_len or 0
-        return ModelCosts(model_by_name(str(path)), weights, self.knee, max_model_len, self.settings.passage)
 
     @property
     def _target_config(self) -> ModelConfig:
@@ -222,18 +163,21 @@ class PipelineSpec:
             return self.num_gpus > 0
         return any(DEVICES[place.device].is_gpu for place in self.places)
 
-    def description(self, ranks: Sequence[RankDescription] = (), digests: Mapping[str, str] | None = None) -> RunDescription:
-        """The description of the run that clients read."""
-        preset = self.emulation.preset if self.emulation else None
-        return RunDescription(
-            self.settings.without_secrets(), self.topology.groups, self.layers, preset, tuple(ranks), digests or {},
-            self.trained_bita, self.agreed_slots or 0, self._target_config.vocab_size,
-        )  # fmt: skip
-
     @property
     def trained_masks(self) -> int:
         """Masks of the target's BiTA; 0 without one."""
         return self.trained_bita.num_masks if self.trained_bita else 0
+
+
+def run_description(
+    spec: PipelineSpec, ranks: Sequence[RankDescription] = (), digests: Mapping[str, str] | None = None
+) -> RunDescription:
+    """The description of the run of a pipeline that clients read."""
+    preset = spec.emulation.preset if spec.emulation else None
+    return RunDescription(
+        spec.settings.without_secrets(), spec.topology.groups, spec.layers, preset, tuple(ranks), digests or {},
+        spec.trained_bita, spec.agreed_slots or 0, model_config(spec.target).vocab_size,
+    )  # fmt: skip
 
 
 def _directory(model: str | None) -> Path | None:

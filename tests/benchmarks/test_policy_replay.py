@@ -20,7 +20,9 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import Drafter
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
+from pipedec.kv import KVManager
 from pipedec.methods import MAX_CHILDREN, BestFirstOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
+from pipedec.plan.budgets import kv_slots
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
 from pipedec.plan.spec import PipelineSpec
@@ -38,6 +40,10 @@ POLICIES = {
     "best-first, n-grams": ("pipedec-bestfirst", BestFirstOptions(4, 4, forwards=1, proposers=("ngrams",))),
     "best-first, its own limits": ("pipedec-bestfirst", BestFirstOptions()),
 }
+
+
+def manager(spec: PipelineSpec) -> KVManager:
+    return KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes)
 
 
 CASES = [("4", policy) for policy in POLICIES]
@@ -81,7 +87,7 @@ class Both:
         self.spec = spec
         self._experience = WatchedExperience(self.groups)
         self._memos: dict[int, DraftMemo] = {}  # by request
-        self._kv, self._draft_kv = spec.kv_manager(), spec.kv_manager()
+        self._kv, self._draft_kv = manager(spec), manager(spec)
         draft = load_drafter(spec, torch.device("cpu"))
         assert draft is not None
         self.draft: Drafter = draft
@@ -176,10 +182,10 @@ def test_pauses_count_and_last_what_they_do_in_the_pipeline(both: Callable[[str]
 
 def replay_of(spec: PipelineSpec, draft: Drafter) -> ReplayedPipeline:
     """A pipeline and a drafter that have learned nothing."""
-    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB, spec.kv_manager())
+    drafter = RecordedDrafter(lambda number: DraftMemo(), lambda: draft, VOCAB, manager(spec))
     assert spec.emulation is not None
     experience = WatchedExperience(spec.topology.num_groups)
-    return ReplayedPipeline(spec.emulation, spec.topology, drafter, experience, spec.kv_manager())
+    return ReplayedPipeline(spec.emulation, spec.topology, drafter, experience, manager(spec))
 
 
 def test_misses_are_told_apart_by_who_had_named_the_token(both: Callable[[str], Both]) -> None:

@@ -47,9 +47,10 @@ from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.messages.events import AddressEvent, CardEvent
 from pipedec.messages.request import PromptRequest
+from pipedec.plan.budgets import rank_needs
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.scheduler import EmbeddedServer, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 
@@ -377,7 +378,7 @@ def gpu_run(run: Run) -> Run:
 
 
 def slots_of(spec: PipelineSpec, gpu: Gpu, *ranks: int) -> int:
-    return tokens_beside(GpuMemory(gpu.free, 4 * GB).usable(0.9), [spec.needs(rank) for rank in ranks]) // 256 * 256
+    return tokens_beside(GpuMemory(gpu.free, 4 * GB).usable(0.9), [rank_needs(spec, rank) for rank in ranks]) // 256 * 256
 
 
 def test_ranks_agree_on_what_the_scarcest_gpu_holds(gpu_run: Run, no_interface: None) -> None:
@@ -407,7 +408,7 @@ def test_a_gpu_without_memory_is_told_by_its_rank_before_it_loads(gpu_run: Run, 
 def test_a_replaced_rank_takes_the_slots_of_the_run(gpu_run: Run, no_interface: None) -> None:
     """Its own GPU now has room for more; those that are left have pools of that size."""
     run, gpu = gpu_run, Gpu("GPU-a", 4 * GB)
-    run.scheduler.open(replace(run.spec, agreed_slots=512).description(), recovers=True)
+    run.scheduler.open(run_description(replace(run.spec, agreed_slots=512)), recovers=True)
     assert run.scheduler.recover([1], "rank 1 was killed") == 1
     met = [future.result(30) for future in [run.meet(0, epoch=1), run.meet(1, epoch=1, gpu=gpu), run.meet(2, epoch=1)]]
     assert {one.kv_slots for one in met} == {512} and gpu.asked == 1
@@ -419,7 +420,7 @@ def test_a_replaced_rank_takes_the_slots_of_the_run(gpu_run: Run, no_interface: 
 
 def test_a_replaced_rank_that_has_less_room_says_so(gpu_run: Run, no_interface: None) -> None:
     run = gpu_run
-    run.scheduler.open(replace(run.spec, agreed_slots=5_120_000).description(), recovers=True)
+    run.scheduler.open(run_description(replace(run.spec, agreed_slots=5_120_000)), recovers=True)
     run.scheduler.recover([1], "rank 1 was killed")
     refused = run.meet(1, epoch=1, gpu=Gpu("GPU-a", 2_000_000_000))
     waiting = [run.meet(rank, epoch=1) for rank in (0, 2)]
@@ -448,7 +449,7 @@ def test_the_slots_of_the_first_epoch_are_those_of_a_replaced_rank(pair: Pair, t
     """Though its GPU could hold more by then."""
     spec = replace(pair.spec(2), num_gpus=2).replaced(device="auto", max_num_seqs=65_536)
     spec = spec.replaced(transport=PreparedRanks("gloo", pretend_gpus, tmp_path), max_restarts=3)
-    largest = max(spec.needs(rank).fixed_bytes for rank in range(3))
+    largest = max(rank_needs(spec, rank).fixed_bytes for rank in range(3))
     free_file(tmp_path).write_text(str(GPU_BYTES // 10 + largest + ROOM))
     with LocalCluster(spec) as cluster:
         slots = cluster.description().kv_slots

@@ -21,6 +21,7 @@ from pipedec.engine.devices import arithmetic_of
 from pipedec.plan.dtypes import Arithmetic
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.partition import plan
+from pipedec.plan.spec import run_description
 
 CPU = torch.device("cpu")
 Settle = Callable[[bool], None]
@@ -82,7 +83,8 @@ def test_on_a_processor_the_target_has_32_bits(pair: Pair, tmp_path: Path, settl
     assert weights_on(spec, 0, CPU) == (WeightFormat("bfloat16"), "this processor has bfloat16 instructions")
     settle(False)
     assert weights_on(spec, 0, CPU) == (WeightFormat("float32"), "this processor has no bfloat16 instructions")
-    assert (spec.description().settings.numbers.dtype, spec.description().settings.numbers.draft_dtype) == ("float32", "auto")
+    numbers = run_description(spec).settings.numbers
+    assert (numbers.dtype, numbers.draft_dtype) == ("float32", "auto")
 
 
 def test_on_gpus_both_have_16_bits(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,7 @@ def test_on_gpus_both_have_16_bits(pair: Pair, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("pipedec.engine.build.arithmetic_of", lambda device: Arithmetic(device.type == "cuda", True))
     target = with_bfloat16_checkpoint(pair, tmp_path / "target")
     spec = resolve(Settings.of(target=target, draft=pair.draft))
-    numbers = spec.description().settings.numbers
+    numbers = run_description(spec).settings.numbers
     assert numbers.dtype == numbers.draft_dtype == "bfloat16"
     assert resolve(Settings.of(target=pair.target, draft=pair.draft)).dtype == "float32", "published in float32"
     given = resolve(Settings.of(target=target, draft=pair.draft, draft_dtype="float32", stages=2, dtype="float16"))

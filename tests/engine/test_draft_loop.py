@@ -33,6 +33,7 @@ from pipedec.messages.events import CompletionEvent, ErrorEvent, TokensEvent
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import RunStats
+from pipedec.plan.spec import run_description
 from pipedec.scheduler import Task
 from pipedec.scheduler.protocol import Granted, Post, RankMessage
 from pipedec.scheduler.workflow import Planned
@@ -120,7 +121,7 @@ def test_a_token_without_an_embedding_is_refused_on_rank_0(pair: Pair, tmp_path:
     asked = PromptRequest(fields.pop("prompt", "Hello"), True, "pp", SamplingParams(**{"max_tokens": 4, **fields}))
     with pytest.raises(UserError, match="token 300, but the vocabulary has 300 tokens"):
         admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
-    assert spec.description().vocab_size == 300
+    assert run_description(spec).vocab_size == 300
     with pytest.raises(UserError, match=r"\[PAD\]"):
         admission.sequences.maker(1, asked.sampling, Dialect("own", opener="<|user|>", child_start="[PAD]").to_json())
 

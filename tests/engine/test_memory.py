@@ -18,6 +18,7 @@ from pipedec.core.errors import UserError
 from pipedec.engine.devices import allocated, measured_tokens, with_measured_memory
 from pipedec.families import model_by_name
 from pipedec.model import StageModel
+from pipedec.plan.budgets import check_kv_budget, kv_budget, kv_slots, rank_needs
 from pipedec.plan.costs import CONTEXT_BYTES, ModelCosts
 from pipedec.plan.kv_memory import GpuMemory, RankNeeds, tokens_beside
 from pipedec.plan.spec import PipelineSpec
@@ -53,7 +54,7 @@ def test_ranks_on_one_gpu_have_the_same_tokens_of_what_others_leave() -> None:
 
 def test_tokens_are_what_weights_and_workspace_leave(pair: Pair) -> None:
     spec = on_gpus(pair, gpu_memory_utilization=0.8)
-    needs = [spec.needs(rank) for rank in (0, 1, 2)]
+    needs = [rank_needs(spec, rank) for rank in (0, 1, 2)]
     token_bytes = 2 * 2 * 8 * 4
     assert [one.token_bytes for one in needs] == [2 * token_bytes, 4 * token_bytes, 4 * token_bytes]
     taken = 500_000_000
@@ -72,7 +73,7 @@ def test_weights_are_counted_as_a_rank_loads_them(tmp_path: Path, family: str, i
     spec = PipelineSpec(Settings.of(target=str(tmp_path), draft="none", stages=2, quantize=quantize, dtype="float32"), layers)
     costs = ModelCosts(model_by_name(str(tmp_path)), spec.weights, spec.knee, 0, 2)
     for rank, (start, stop) in enumerate(layers, start=1):
-        needs = spec.needs(rank)
+        needs = rank_needs(spec, rank)
         loaded = StageModel.load(tmp_path, range(start, stop), torch.float32, "cpu", quantize=quantize).stack.num_bytes
         counted = needs.fixed_bytes - costs.rank_bytes - spec.kv_block * needs.token_bytes
         assert counted == pytest.approx(loaded, rel=0.03 if quantize else 0.001)
@@ -102,10 +103,10 @@ def test_memory_that_is_freed_late_is_waited_for(pair: Pair) -> None:
 def test_a_pipeline_in_one_process_measures_its_device(pair: Pair) -> None:
     spec = on_gpus(pair, max_model_len=200, max_num_seqs=1024)
     measured = with_measured_memory(spec, GPU, free=gpu(TOTAL))
-    needs = [spec.needs(rank) for rank in (0, 1, 2)]
+    needs = [rank_needs(spec, rank) for rank in (0, 1, 2)]
     room = 9 * TOTAL // 10 - sum(one.fixed_bytes for one in needs)
-    expected = min(room // sum(one.token_bytes for one in needs), spec.kv_budget().usable) // 256 * 256
-    assert measured.kv_slots == measured.kv_manager().capacity == expected
+    expected = min(room // sum(one.token_bytes for one in needs), kv_budget(spec).usable) // 256 * 256
+    assert kv_slots(measured) == expected
     assert with_measured_memory(spec, torch.device("cpu"), free=gpu()) is spec
     given = spec.replaced(kv_cache_memory="1MiB")
     assert with_measured_memory(given, GPU, free=gpu()) is given, "somebody has said how much"
@@ -114,9 +115,9 @@ def test_a_pipeline_in_one_process_measures_its_device(pair: Pair) -> None:
 def test_without_a_plan_nothing_is_refused_that_will_be_measured(pair: Pair) -> None:
     """The default for processors holds no such request."""
     long = on_gpus(pair, max_model_len=10**7)
-    long.check_kv_budget()
+    check_kv_budget(long)
     with pytest.raises(UserError, match="give a larger --kv-cache-memory"):
-        long.replaced(device="cpu").check_kv_budget()
+        check_kv_budget(long.replaced(device="cpu"))
 
 
 class Loads:

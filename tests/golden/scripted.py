@@ -19,6 +19,7 @@ from golden.watched import DIGITS, counted, line
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.kv import KVManager
+from pipedec.plan.budgets import kv_slots
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
@@ -87,7 +88,7 @@ class _Run:
     def __init__(self, spec: PipelineSpec, arrivals: Mapping[int, Iterable[TokenizedRequest]]) -> None:
         assert spec.emulation is not None
         self.drafter = _CountedDrafter()
-        kv, experience = KVManager(spec.kv_slots, spec.kv_block), WatchedExperience(spec.topology.num_groups)
+        kv, experience = KVManager(kv_slots(spec), spec.kv_block), WatchedExperience(spec.topology.num_groups)
         self.pipeline = ReplayedPipeline(spec.emulation, spec.topology, self.drafter, experience, kv)
         self.answers: list[ReplayedAnswer] = []
         self.lines: list[str] = []

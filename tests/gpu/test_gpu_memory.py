@@ -22,6 +22,7 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve_partition
 from pipedec.engine.local import LocalPipeline
+from pipedec.plan.budgets import kv_slots
 from pipedec.plan.partition import plan
 
 # One stage on a card whose kind is of no matter here; 512 rows of a prompt, and then trees.
@@ -123,7 +124,7 @@ def test_a_stage_takes_the_memory_that_its_plan_counts(
     config = partition(saved(tmp_path / "target", **SIZES[device]), device)
     (stage,) = plan(config).stages
     spec = resolve_partition(config).replaced(device=device)
-    kv_bytes = spec.kv_slots * stage.kv_token_bytes
+    kv_bytes = kv_slots(spec) * stage.kv_token_bytes
     held = stage.weight_bytes + kv_bytes
     with OnGpu() if device == "cuda" else OnCpu() as counted:
         pipeline = LocalPipeline.load(replace(spec, places=None))

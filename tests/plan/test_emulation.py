@@ -30,6 +30,7 @@ from pipedec.plan.costs import RankTiming
 from pipedec.plan.emulation import Emulation, with_stages
 from pipedec.plan.partition import plan
 from pipedec.plan.roofline import PassTime
+from pipedec.plan.spec import run_description
 from pipedec.topology import Topology
 from pipedec.validation import parse_json, to_json
 
@@ -298,6 +299,6 @@ def test_processes_that_share_an_emulated_device_last_as_long_as_computed(pair: 
 
 def test_clients_are_told_the_name_of_the_emulation(pair: Pair) -> None:
     spec = replace(pair.spec(2), emulation=emulation(2))
-    assert spec.description().emulation == spec.emulation.preset
-    assert parse_json(RunDescription, to_json(spec.description())) == spec.description()
+    assert run_description(spec).emulation == spec.emulation.preset
+    assert parse_json(RunDescription, to_json(run_description(spec))) == run_description(spec)
     assert torch.device("cpu") == chosen_device(spec.settings.cut.device)

@@ -14,6 +14,7 @@ from support.tiny_pair import CONTEXT, DRAFT_LAYERS, Pair
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig, Settings
 from pipedec.core.errors import UserError
 from pipedec.engine.build import load_drafter, load_stage, resolve, resolve_partition
+from pipedec.plan.budgets import kv_budget, kv_slots
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.kv_memory import DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget
 from pipedec.plan.partition import plan
@@ -48,20 +49,19 @@ def test_the_rank_with_the_least_room_decides() -> None:
 
 def test_bytes_are_counted_by_the_layers_and_the_dtype_of_every_rank(pair: Pair) -> None:
     """Eight layers on two stages, two in the draft, in 16 bits; two key-value heads of eight elements, keys and values."""
-    assert spec(pair, kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 4) // 16 * 16
-    assert spec(pair, dtype="float64", kv_cache_memory=MIB).kv_slots == MIB // (4 * 2 * 2 * 8 * 8) // 16 * 16
+    assert kv_slots(spec(pair, kv_cache_memory=MIB)) == MIB // (4 * 2 * 2 * 8 * 4) // 16 * 16
+    assert kv_slots(spec(pair, dtype="float64", kv_cache_memory=MIB)) == MIB // (4 * 2 * 2 * 8 * 8) // 16 * 16
     in_float64 = spec(pair, stages=8, dtype="float64", kv_cache_memory=MIB)
-    assert in_float64.kv_slots == MIB // (2 * 2 * 8 * 8) // 16 * 16, "the stages are scarcest, with a layer each"
-    assert spec(pair, stages=8, kv_cache_memory=MIB).kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 2) // 16 * 16
+    assert kv_slots(in_float64) == MIB // (2 * 2 * 8 * 8) // 16 * 16, "the stages are scarcest, with a layer each"
+    assert kv_slots(spec(pair, stages=8, kv_cache_memory=MIB)) == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 2) // 16 * 16
     undecided = resolve(_settings(pair, "auto", stages=8, kv_cache_memory=MIB))
-    assert undecided.kv_slots == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16, "float32: only rank 0 knows its processor"
+    assert kv_slots(undecided) == MIB // (DRAFT_LAYERS * 2 * 2 * 8 * 4) // 16 * 16, "float32: only rank 0 knows its processor"
 
 
 def test_rank_0_manages_what_every_pool_has(pair: Pair) -> None:
     small = spec(pair, kv_cache_memory=MIB)
-    assert small.kv_manager().capacity == small.kv_slots
     assert small.kv_block == 16, "on a processor"
-    assert spec(pair, max_num_seqs=3).kv_slots == 3 * (CONTEXT + 16) + 3 * TREE_ROWS, "by default enough for all requests"
+    assert kv_slots(spec(pair, max_num_seqs=3)) == 3 * (CONTEXT + 16) + 3 * TREE_ROWS, "by default enough for all requests"
     assert small.replaced(device="cuda").kv_block == 256, "also on a host that has no GPU"
 
 
@@ -105,7 +105,7 @@ def test_a_cluster_file_gives_each_rank_what_its_device_leaves(pair: Pair) -> No
     made = resolve_partition(config.for_partition(given={"device": "cpu"}))
     planned = plan(config)
     assert planned.draft is not None and made.kv_room == (planned.draft.kv_room, *(one.kv_room for one in planned.stages))
-    assert made.kv_slots == min(one.kv_room // one.kv_token_bytes for one in planned.stages) // 16 * 16
+    assert kv_slots(made) == min(one.kv_room // one.kv_token_bytes for one in planned.stages) // 16 * 16
     assert resolve_partition(config).kv_block == 256, "a rank may use CUDA"
 
 
@@ -115,17 +115,17 @@ def test_ranks_that_share_a_device_have_room_for_the_same_tokens(pair: Pair) -> 
     config = clustered([ServerConfig("here", {"rtx3090": 2})], {"two": shared}, **models, max_num_seqs=65_536, max_model_len=512)
     made, planned = resolve_partition(config), plan(config)
     assert made.places is not None and made.kv_room is not None and made.places[0] == made.places[2] != made.places[1]
-    draft, _, last = made.kv_budget().ranks
+    draft, _, last = kv_budget(made).ranks
     assert (draft.token_bytes, last.token_bytes) == (DRAFT_LAYERS * 128, len(planned.stages[1].layers) * 128)
     assert made.kv_room[0] + made.kv_room[2] < made.kv_room[1], "one card less what is fixed twice"
-    assert abs(draft.tokens - last.tokens) <= 1 and made.kv_slots == min(draft.tokens, last.tokens) // 256 * 256
+    assert abs(draft.tokens - last.tokens) <= 1 and kv_slots(made) == min(draft.tokens, last.tokens) // 256 * 256
 
 
 def test_a_cluster_file_names_its_budget(pair: Pair) -> None:
     made = resolve_partition(cluster(pair, max_num_seqs=50_000))
-    assert set(made.kv_room or ()) == {DEFAULT_BYTES} and made.kv_slots == DEFAULT_BYTES // 512, "a processor's is nominal"
+    assert set(made.kv_room or ()) == {DEFAULT_BYTES} and kv_slots(made) == DEFAULT_BYTES // 512, "a processor's is nominal"
     made = resolve_partition(cluster(pair, kv_cache_memory="4MiB", prefix_cache=False))
-    assert (made.kv_slots, made.shares_prefixes) == (4 * MIB // 512, False)
+    assert (kv_slots(made), made.shares_prefixes) == (4 * MIB // 512, False)
     with pytest.raises(UserError, match=r"one request of 4,096 tokens needs 2\.0 MiB: give a larger --kv-cache-memory"):
         resolve_partition(cluster(pair, kv_cache_memory="1MiB"))
 
@@ -143,8 +143,8 @@ def test_a_plan_says_that_its_budget_is_too_large_or_too_small(pair: Pair) -> No
 def test_an_emulation_has_the_memory_of_the_devices_it_emulates(pair: Pair) -> None:
     real = spec(pair)
     timing = plan(cluster(pair)).stages[0].timing
-    assert replace(real, emulation=Emulation("test", 1.0, None, (timing, timing), kv_tokens=1000)).kv_slots == 992
-    assert replace(real, emulation=Emulation("test", 1.0, None, (timing, timing))).kv_slots == real.kv_slots
+    assert kv_slots(replace(real, emulation=Emulation("test", 1.0, None, (timing, timing), kv_tokens=1000))) == 992
+    assert kv_slots(replace(real, emulation=Emulation("test", 1.0, None, (timing, timing)))) == kv_slots(real)
 
 
 def test_every_rank_gets_the_same_slots(pair: Pair) -> None:

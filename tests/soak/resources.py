@@ -30,7 +30,7 @@ from pipedec.engine.devices import chosen_device
 from pipedec.families import model_by_name
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.messages.request import PromptRequest
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.scheduler import ClientScheduler
 
 SETTLE_SECONDS = 1.0
@@ -65,7 +65,7 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
 
     Raises PipedecError if the cluster could not start, lost a rank, or stopped answering.
     """
-    row = header("resources", asdict(config) | {"pipeline": pipeline_row(spec.description())})
+    row = header("resources", asdict(config) | {"pipeline": pipeline_row(run_description(spec))})
     cluster = LocalCluster(spec)
     on_phase("starting the cluster")
     with cluster:

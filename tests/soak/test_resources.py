@@ -13,6 +13,7 @@ from support.tiny_pair import Pair
 from pipedec.config import Settings
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.engine.build import resolve
+from pipedec.plan.budgets import kv_slots
 from soak.resources import ResourcesConfig, TimedAnswer, latencies, resources
 
 
@@ -31,7 +32,7 @@ def test_toy_cluster(pair: Pair, tmp_path: Path) -> None:
     spec = resolve(Settings.of(target=pair.target, draft=pair.draft, stages=2, device="cpu"))
     for rank in row["ranks"]:
         assert rank["peak_bytes"] > rank["weight_bytes"] > 0
-        capacity = None if rank["rank"] == 0 else spec.kv_slots
+        capacity = None if rank["rank"] == 0 else kv_slots(spec)
         assert rank["cache_slots"] == {"before": capacity, "after": capacity}
     latency = row["second_request_ms"]
     assert latency["first_decoded"] > latency["first_token"] >= latency["prefill"] > 0

@@ -18,7 +18,7 @@ from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_li
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import Help, check_fields
-from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.spec import PipelineSpec, run_description
 from soak.faults.kinds import KINDS, plan_fault, possible_kinds
 from soak.faults.load import ANSWERS, PROMPTS, make_questions
 from soak.faults.session import Session
@@ -72,7 +72,7 @@ def run_faults(config: FaultsConfig, spec: PipelineSpec, out: Path, on_news: Cal
     """
     spec = spec.replaced(kv_cache_memory=spec.settings.limits.kv_cache_memory or KV_BYTES)
     questions = make_questions(config.prompts, config.answers, config.methods, config.max_tokens, config.dialect)
-    pipeline = pipeline_row(spec.description())
+    pipeline = pipeline_row(run_description(spec))
     key = key_of([config.identity, pipeline])
     rows = _known(out / ROWS_FILE, key)
     first = header("faults", {**plain(config), "pipeline": pipeline, "kv_bytes": spec.settings.limits.kv_cache_memory})

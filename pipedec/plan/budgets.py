@@ -1,0 +1,69 @@
+"""The KV memory of a pipeline that can be built: what its ranks need beside it, and how many tokens every rank has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipedec.families import model_by_name
+from pipedec.plan.costs import ModelCosts
+from pipedec.plan.kv_memory import DEFAULT_BYTES, KVBudget, RankBudget, RankNeeds
+from pipedec.plan.spec import PipelineSpec
+
+
+def kv_slots(spec: PipelineSpec) -> int:
+    """Slots of every rank's KV pool: tokens for which every rank has memory, but no more than requests can use.
+
+    An emulation has those of the devices that it emulates.
+    """
+    if spec.agreed_slots is not None:
+        return spec.agreed_slots
+    if spec.emulated_tokens is not None:
+        return spec.emulated_tokens // spec.kv_block * spec.kv_block
+    return kv_budget(spec).tokens
+
+
+def check_kv_budget(spec: PipelineSpec) -> None:
+    """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
+
+    Without a cluster.yaml it is unknown what will be measured.
+    """
+    if spec.places is not None or not spec.measures_memory:
+        agreed_budget(spec, {})
+
+
+def agreed_budget(spec: PipelineSpec, measured: Mapping[int, int]) -> KVBudget:
+    """``kv_budget``. Raises UserError as ``check_kv_budget``."""
+    budget = kv_budget(spec, measured)
+    budget.check(spec.settings.limits.max_model_len, spec.knee)
+    return budget
+
+
+def kv_budget(spec: PipelineSpec, measured: Mapping[int, int] | None = None) -> KVBudget:
+    """The memory of every rank for keys and values: bytes as given by the user, else as ``measured`` (by rank) or planned."""
+    limits, target = spec.settings.limits, _costs(spec, 1)
+    token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(spec.layers, start=1)}
+    if spec.draft is not None:
+        draft = _costs(spec, 0)
+        token_bytes = {0: draft.model.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
+    ranks = []
+    for rank, per_token in token_bytes.items():
+        planned = DEFAULT_BYTES if spec.kv_room is None else spec.kv_room[rank]
+        ranks.append(RankBudget(rank, limits.kv_cache_bytes or (measured or {}).get(rank, planned), per_token))
+    return KVBudget(ranks, spec.max_context, limits.max_num_seqs, spec.settings.passage, spec.kv_block)
+
+
+def rank_needs(spec: PipelineSpec, rank: int) -> RankNeeds:
+    """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
+    costs = _costs(spec, rank)
+    start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else spec.layers[rank - 1]
+    token_bytes = (stop - start) * costs.layer_token_bytes
+    held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(spec.layers)))
+    beyond_the_slots = spec.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
+    return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
+
+
+def _costs(spec: PipelineSpec, rank: int) -> ModelCosts:
+    """The costs of the model of a rank."""
+    path, weights = (spec.draft, spec.largest_draft_weights) if rank == 0 else (spec.target, spec.weights)
+    max_model_len = spec.settings.limits.max_model_len or 0
+    return ModelCosts(model_by_name(str(path)), weights, spec.knee, max_model_len, spec.settings.passage)
