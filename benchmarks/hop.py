@@ -33,7 +33,7 @@ from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
 from pipedec.flags import Help, check_fields, options_of, own_options, run_command
 from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
 from pipedec.transport.torch_distributed import TorchTransport
-from pipedec.transport.wire import pack_envelope
+from pipedec.transport.wire import pack_message
 
 _IDLE_TIMES = 5
 _SECONDS = 60.0  # for the other side to come, and for any transfer
@@ -76,8 +76,8 @@ class Ways:
         self.socket.settimeout(None)  # MSG_WAITALL waits for all only without
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def envelope(self, rank: int, num_rows: int) -> StageMessage:
-        """An envelope of ``rank``, whose rows have activations if it is a stage."""
+    def rows(self, rank: int, num_rows: int) -> StageMessage:
+        """A message of ``rank``, whose rows have activations if it is a stage."""
         ids = torch.arange(num_rows)
         hidden = torch.zeros(num_rows, self._hidden_size) if rank else None
         return StageMessage((RequestUpdate(0, step=Step(ids, ids, hidden)),))
@@ -86,8 +86,8 @@ class Ways:
         """Answer over both until the other side has finished."""
         bare = Thread(target=self._answer_bare)
         bare.start()
-        while not (asked := self.transport.receive_envelope(0)).ends_session:
-            self.transport.send_envelope(self.envelope(1, asked.num_rows), 0)
+        while not (asked := self.transport.receive_message(0)).ends_session:
+            self.transport.send_message(self.rows(1, asked.num_rows), 0)
         bare.join()
 
     def _answer_bare(self) -> None:
@@ -98,16 +98,16 @@ class Ways:
 
     def both(self, num_rows: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         """For each way, the functions that ask for an answer with so many rows, and that wait for one."""
-        asked, answered = (self.envelope(rank, num_rows) for rank in (0, 1))
-        lengths = [pack_envelope(one)[0].nbytes for one in (asked, answered)]
+        asked, answered = (self.rows(rank, num_rows) for rank in (0, 1))
+        lengths = [pack_message(one)[0].nbytes for one in (asked, answered)]
         message = _LENGTHS.pack(*lengths) + bytes(lengths[0])
         return {
-            "transport": (lambda: self.transport.send_envelope(asked, 1), lambda: self.transport.receive_envelope(1)),
+            "transport": (lambda: self.transport.send_message(asked, 1), lambda: self.transport.receive_message(1)),
             "socket": (lambda: self.socket.sendall(message), lambda: self.socket.recv(lengths[1], socket.MSG_WAITALL)),
         }
 
     def close(self) -> None:
-        self.transport.send_envelope(StageMessage(ends_session=True), 1)
+        self.transport.send_message(StageMessage(ends_session=True), 1)
         self.socket.close()
         self.transport.close()
 

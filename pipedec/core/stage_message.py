@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from msgspec import Struct
 from msgspec import field as struct_field
 
 from pipedec.core.records import Int64, Record
@@ -13,7 +12,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -32,11 +31,11 @@ class MaskParams:
 NO_MASKS = MaskParams()
 
 
-@dataclass
 class Step:
     """The rows that enter a stage at one timestep (PipeDec's data flow df).
 
-    Token ids, parents and threads are on the host; only activations are on a device.
+    Token ids, parents and threads are on the host; only activations are on a device. No dataclass, so that msgspec does not take
+    its tensors for fields of JSON: rows travel beside it.
 
     Attributes:
         token_ids: int64 [R]. The m-th mask row of a group has the id −m; mask rows come after all other rows.
@@ -47,11 +46,34 @@ class Step:
         log_probs: [R], of each row's token given its parent; None if the method does not know them. They stay on rank 0.
     """
 
-    token_ids: Tensor
-    parents: Tensor
-    hidden: Tensor | None = None
-    threads: Tensor | None = None
-    log_probs: Sequence[float] | Tensor | None = None
+    def __init__(
+        self, token_ids: Tensor, parents: Tensor, hidden: Tensor | None = None, threads: Tensor | None = None,
+        log_probs: Sequence[float] | Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.token_ids, self.parents, self.hidden = token_ids, parents, hidden
+        self.threads, self.log_probs = threads, log_probs
+
+    @classmethod
+    def concatenated(cls, steps: Sequence[Step]) -> Step:
+        """The rows of at least one step, in order, with threads and without log-probabilities."""
+        import torch  # clients do without it
+
+        token_ids, parents = torch.cat([step.token_ids for step in steps]), torch.cat([step.parents for step in steps])
+        threads = [torch.zeros_like(step.parents) if step.threads is None else step.threads for step in steps]
+        hidden = [step.hidden for step in steps if step.hidden is not None]
+        return cls(token_ids, parents, torch.cat(hidden) if hidden else None, torch.cat(threads))
+
+    def split(self, counts: list[int]) -> list[Step]:
+        """The rows as one step for each count, views of this one; the counts add up to ``num_rows``."""
+        if len(counts) == 1:
+            return [self]
+        columns = (self.token_ids, self.parents, self.hidden, self.threads)
+        parts = ([None] * len(counts) if column is None else column.split(counts) for column in columns)
+        return [Step(*part) for part in zip(*parts, strict=True)]
+
+    def with_hidden(self, hidden: Tensor) -> Step:
+        """The same rows with other activations [R, E]."""
+        return Step(self.token_ids, self.parents, hidden, self.threads, self.log_probs)
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +127,7 @@ class Load(NamedTuple):
 NO_LOAD = Load()
 
 
-class RequestUpdate(Struct, frozen=True):
+class RequestUpdate(Record, frozen=True, array_like=True):
     """The changes to one request at a timestep, in order: its opening, a verdict to replay, rows to compute. Each is optional.
 
     Attributes:
@@ -118,7 +140,7 @@ class RequestUpdate(Struct, frozen=True):
         failure: what has gone wrong in a stage that has dropped the request's lane. Later ones pass it on to rank 0.
     """
 
-    number: int
+    number: Int64
     opening: NewRequest | None = None
     verdict: Verdict | None = None
     step: Step | None = None
@@ -126,6 +148,13 @@ class RequestUpdate(Struct, frozen=True):
     slots: SlotRuns = ()
     prompt_logprobs: TokenLogprobs = ()
     failure: str | None = None
+
+
+class Arrival(Protocol):
+    """Activations on their way."""
+
+    def wait(self) -> None:
+        """As ``StageMessage.await_hidden``."""
 
 
 @dataclass(frozen=True)
@@ -137,15 +166,21 @@ class StageMessage:
 
     Attributes:
         ends_session: no timestep follows until the scheduler grants the next session.
-        await_hidden: call this before activations are used, on the host or by work queued on the device; a second call has no
-            effect. Raises RankLost if they cannot arrive any more.
+        arrival: of the activations, if they may still be on their way.
         tensors: small ones by name, which travel in host memory beside the activations.
     """
 
     updates: tuple[RequestUpdate, ...] = ()
     ends_session: bool = False
-    await_hidden: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
+    arrival: Arrival | None = field(default=None, compare=False, repr=False)
     tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+
+    def await_hidden(self) -> None:
+        """Call this before activations are used, on the host or by work queued on the device; a second call has no effect. Raises
+        RankLost if they cannot arrive any more.
+        """
+        if self.arrival is not None:
+            self.arrival.wait()
 
     @property
     def num_rows(self) -> int:

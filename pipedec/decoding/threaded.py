@@ -183,8 +183,9 @@ def _ranked(chances: dict[int, Iterable[float]]) -> Iterator[tuple[float, int]]:
 
 def _joined(steps: list[tuple[int, Step]]) -> Step:
     """One step of the rows of several threads; masks are its last rows."""
-    token_ids = torch.cat([step.token_ids for _, step in steps])
-    parents = torch.cat([step.parents for _, step in steps])
-    threads = torch.cat([torch.full_like(step.parents, number) for number, step in steps])
-    order = is_mask(token_ids).int().sort(stable=True).indices
-    return Step(token_ids[order], parents[order], threads=threads[order])
+    rows = Step.concatenated(
+        [Step(step.token_ids, step.parents, threads=torch.full_like(step.parents, number)) for number, step in steps]
+    )
+    assert rows.threads is not None
+    order = is_mask(rows.token_ids).int().sort(stable=True).indices
+    return Step(rows.token_ids[order], rows.parents[order], threads=rows.threads[order])

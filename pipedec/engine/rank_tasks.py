@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from pipedec.core.errors import EpochEnded, PipedecError
-from pipedec.core.stage_message import EMPTY, RequestUpdate, StageMessage
+from pipedec.core.stage_message import EMPTY, Arrival, RequestUpdate, StageMessage
 from pipedec.decoding import TimestepTiming
 from pipedec.decoding.events import TimedSpan, Timestep
 from pipedec.device import HOST, Device, DeviceEvent, HostDevice
@@ -58,6 +58,17 @@ class Report(NamedTuple):
     traced: bool
     first_event: int
     first_overran: int
+
+
+class _TimedArrival(NamedTuple):
+    """Activations on their way, awaited in a context of ``waiting``."""
+
+    arrival: Arrival
+    waiting: Callable[[], AbstractContextManager[None]]
+
+    def wait(self) -> None:
+        with self.waiting():
+            self.arrival.wait()
 
 
 class RankTasks:
@@ -152,29 +163,24 @@ class RankTasks:
             tracer.events.clear()
         return events
 
-    def send(self, envelope: StageMessage, target: int, number: int) -> DeviceEvent:
-        """Send the envelope of a timestep to rank ``target``. Returns the event at which the rows have left and its span ends."""
+    def send(self, message: StageMessage, target: int, number: int) -> DeviceEvent:
+        """Send the message of a timestep to rank ``target``. Returns the event at which the rows have left and its span ends."""
         began = self.recorder.record_event()
-        if rows := envelope.num_rows:
+        if rows := message.num_rows:
             self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
         self._wiring.activity.begin("waiting", target)
-        sent = self._wiring.transport.send_envelope(envelope, target)
+        sent = self._wiring.transport.send_message(message, target)
         self._wiring.activity.begin("computing")
         self.recorder.add(Task.transfer(self.rank, target, number).label, "transfer", began, sent)
         return sent
 
     def receive(self, source: int) -> StageMessage:
-        """Wait for the next envelope from rank ``source``; its activations may come later."""
+        """Wait for the next message from rank ``source``; its activations may come later."""
         with self._waiting_for(source, "between timesteps"):
-            envelope = self._wiring.transport.receive_envelope(source)
-        if envelope.await_hidden is EMPTY.await_hidden:
-            return envelope
-
-        def await_hidden() -> None:
-            with self._waiting_for(source, "computing"):
-                envelope.await_hidden()
-
-        return replace(envelope, await_hidden=await_hidden)
+            message = self._wiring.transport.receive_message(source)
+        if message.arrival is None:
+            return message
+        return replace(message, arrival=_TimedArrival(message.arrival, partial(self._waiting_for, source, "computing")))
 
     @contextmanager
     def _waiting_for(self, source: int, then: str) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Rank 0's two drivers of the decode loop, each for one session. The driver brings rows to the stages and results back.
 
 ``WindowPipeline`` needs Redis once per window: many timesteps are granted at once, for all running requests. Inside a window
-every rank sends one envelope per timestep to the next rank, and the last stage sends its results to rank 0. A verdict travels
-with the rows: rank 0 puts it into its next envelope, and each stage replays it before it computes the rows of that envelope. So
+every rank sends one message per timestep to the next rank, and the last stage sends its results to rank 0. A verdict travels
+with the rows: rank 0 puts it into its next message, and each stage replays it before it computes the rows of that message. So
 all ranks prune between the same two steps, and a request may begin or end at any timestep.
 
 In ``TaskPipeline`` the scheduler grants every task and every transfer (PipeDec, Appendices A and B). The first message of a
@@ -98,7 +98,7 @@ class WindowPipeline(_Driver):
         """End the span of rank 0's work on the last results."""
         self._recorder.add(Task.compute("sync", 0, self._begun).label, "sync", self._returned)
 
-    def _send(self, envelope: StageMessage, number: int) -> None:
+    def _send(self, message: StageMessage, number: int) -> None:
         """Begin a timestep, in the next window if the present one is over."""
         if number > self._granted:
             if self._granted:
@@ -107,7 +107,7 @@ class WindowPipeline(_Driver):
             checked_transfers(payload["transfers"], 0, self._topology, self._wiring.duplex)
             self._granted += payload["timesteps"]
         self._begun = number
-        self._tasks.send(envelope, 1, number)
+        self._tasks.send(message, 1, number)
         self._in_flight += 1
 
     def _receive(self) -> tuple[RequestUpdate, ...]:

@@ -77,7 +77,7 @@ class StageLoop:
     def _run_window(self, granted: Granted) -> None:
         """Run all timesteps of a window, without asking the scheduler in between (see ``rank_zero``).
 
-        If its order of transfers requires it, a rank receives the whole next envelope before it sends its last result.
+        If its order of transfers requires it, a rank receives the whole next message before it sends its last result.
         """
         first, last = granted.task.seq, granted.task.seq + granted.payload["timesteps"] - 1
         phases = checked_transfers(granted.payload["transfers"], self._rank, self._topology, self._wiring.duplex)
@@ -134,7 +134,7 @@ class StageLoop:
         return Facts(bool(reply.updates), (), granted.active)
 
     def _advance(self, received: StageMessage, number: int, span: SpanContext) -> StageMessage:
-        """Run one timestep. Reports on requests that end are published before the next rank receives its envelope."""
+        """Run one timestep. Reports on requests that end are published before the next rank receives its message."""
         for update in received.updates:
             opening = update.opening if update.number not in self._reports else None
             if opening is not None and (report := self._tasks.begin_report(opening.trace)) is not None:

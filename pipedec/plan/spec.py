@@ -117,7 +117,7 @@ class PipelineSpec:
 
     @property
     def link_depth(self) -> int:
-        """Envelopes that may be on their way over a link."""
+        """Messages that may be on their way over a link."""
         return MAX_PASSAGE // 2 if self.tunes_passage else self.settings.passage
 
     @property

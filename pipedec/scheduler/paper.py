@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from msgspec import convert, to_builtins
 
-from pipedec.core.stage_message import RequestUpdate, TokenLogprobs
+from pipedec.core.stage_message import RequestUpdate
 from pipedec.core.verdict import Verdict
 from pipedec.scheduler.workflow import Payload, Planned, Task
 from pipedec.topology import Topology
@@ -37,22 +36,9 @@ class Facts:
     finished: bool = False
 
 
-class _Result(NamedTuple):
-    """A result in the payload of a sync: a ``RequestUpdate`` without the fields that the last stage never sets."""
-
-    number: int
-    verdict: Verdict | None = None
-    logprobs: TokenLogprobs = ()
-    prompt_logprobs: TokenLogprobs = ()
-
-
 def results_of(payload: Payload) -> tuple[RequestUpdate, ...]:
     """The results in a sync's payload: verdicts to replay; for rank 0 all results of the last stage."""
-    results = convert(payload["results"], list[_Result])
-    return tuple(
-        RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=prompt)
-        for number, verdict, logprobs, prompt in results
-    )
+    return convert(payload["results"], tuple[RequestUpdate, ...])
 
 
 def initial_tasks(topology: Topology) -> list[Planned]:
@@ -143,7 +129,6 @@ def _syncs(seq: int, results: Sequence[RequestUpdate], after: dict[int, list[Tas
     have ended.
     """
     verdicts = ((result.number, result.verdict) for result in results if result.verdict is not None)
-    accepted = [_Result(number, Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]
-    complete = [_Result(result.number, result.verdict, result.logprobs, result.prompt_logprobs) for result in results]
-    for_stages, for_rank_zero = ({"results": to_builtins(part)} for part in (accepted, complete))
+    accepted = [RequestUpdate(number, verdict=Verdict(verdict.accepted)) for number, verdict in verdicts if verdict.tokens]
+    for_stages, for_rank_zero = ({"results": to_builtins(part)} for part in (accepted, results))
     return [Planned(Task.compute("sync", rank, seq), tuple(after[rank]), for_stages if rank else for_rank_zero) for rank in after]

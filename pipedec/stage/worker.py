@@ -269,7 +269,7 @@ class StageWorker:
         """The updates for the next rank, with the rows that were computed. ``is_finite``: their activations are known to be
         finite.
         """
-        leaving = {number: dataclasses.replace(steps[number], hidden=own_RE) for number, own_RE in activations.items()}
+        leaving = {number: steps[number].with_hidden(own_RE) for number, own_RE in activations.items()}
         return tuple(replace(update, step=leaving.get(update.number)) for update in updates)
 
 

@@ -1,17 +1,16 @@
 """Transfers between processes over torch.distributed: gloo between all ranks, NCCL between stages on CUDA.
 
-Owns the process groups, which are replaced when the ranks meet again, and their timeouts. Envelopes go through host memory, so
+Owns the process groups, which are replaced when the ranks meet again, and their timeouts. Messages go through host memory, so
 rank 0 needs no GPU. Between stages that use NCCL their activations follow on the device, and nothing else waits for them.
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event
 from types import MappingProxyType
@@ -24,33 +23,31 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroupGloo, ReduceOp
 
 from pipedec.core.errors import RankLost, UserError
-from pipedec.core.stage_message import EMPTY, StageMessage
+from pipedec.core.stage_message import StageMessage
 from pipedec.device import Device, DeviceEvent, device_of, to_device
 from pipedec.messages.run import LinkSpeed
 from pipedec.transport import link_speed
-from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender
+from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender, Transfer
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
     PREFIX_BYTES,
     Bytes,
     RowFormat,
-    message_bytes,
-    pack_envelope,
     pack_hidden,
+    pack_message,
     part_bytes,
-    unpack_envelope,
+    unpack_message,
     unpack_prefix,
 )
 
 Result = TypeVar("Result")
 _Gloo: Any = ProcessGroupGloo
 
-ENVELOPE_TAG = 1  # receives of envelopes are posted early; the tag keeps them from matching steps
+MESSAGE_TAG = 1  # receives of messages are posted early; the tag keeps them from matching other transfers
 _ABORT_TAG = 2  # nothing is ever sent with it
 _TRIAL_TAG = 3  # see ``_try_link``
 _AT_ONCE = timedelta(milliseconds=1)
 _SOURCE_LINE = re.compile(r"\[/\S+:\d+\] ")  # where in gloo's source an error was raised
-_VERDICT_VALUES = 4  # about the size of a verdict: number of accepted tokens, their ids, finish reason
 
 
 class ProcessGroups:
@@ -142,6 +139,25 @@ def gloo_group(store: Store, rank: int, world_size: int, interface: str) -> Grou
     return _Gloo(store, rank, world_size, options)
 
 
+@dataclass
+class _HiddenArrival:
+    """The ``Arrival`` of activations over NCCL. ``hidden``: [R, E], to be read after ``wait``."""
+
+    owner: TorchTransport
+    source: int
+    rows: RowFormat
+    hidden: Tensor
+    transfer: Transfer | None  # None when it has been awaited
+
+    def wait(self) -> None:
+        if (transfer := self.transfer) is None:
+            return
+        self.owner._attempt("receive from", self.source, transfer.join)
+        if self.rows.wire_dtype is not None:
+            self.hidden.copy_(self.rows.decoded(transfer.message, len(self.hidden)))
+        self.transfer = None
+
+
 class TorchTransport:
     """The ``Transport`` of one rank, its member of the process groups. Rows from rank 0 have no activations.
 
@@ -150,7 +166,7 @@ class TorchTransport:
         hidden_size, dtype: of the activations.
         place: where the activations of this rank's steps are.
         device: of ``place``; by default as ``device_of`` makes it.
-        depth: envelopes that may be on their way over each link, in each direction. A sender waits for the receiver of the first
+        depth: messages that may be on their way over each link, in each direction. A sender waits for the receiver of the first
             of them before it sends another one.
         wire_dtype: of the activations on their way, int8 or None for ``dtype`` (see ``wire``).
 
@@ -186,7 +202,7 @@ class TorchTransport:
         self._host_links: dict[int, HostLink] = {}  # by peer
         self._device_links: dict[int, DeviceLink] = {}  # of activations, by peer; not of those that go through host memory
         self._senders: dict[Link, Sender] = {}
-        self._receivers: dict[int, Receiver] = {}  # of envelopes, by peer
+        self._receivers: dict[int, Receiver] = {}  # by peer
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Connect to the ranks that have met; connections of an earlier meeting are closed. Raises RankLost if the other ranks
@@ -249,27 +265,27 @@ class TorchTransport:
         return self._rows if sender > 0 else self._bare_rows
 
     def _part_bytes(self, sender: int, peer: int) -> int:
-        """Size of the messages into which the envelopes of rank ``sender`` are divided, to or from a peer."""
+        """Size of the parts into which messages of rank ``sender`` are divided, to or from a peer."""
         return part_bytes(self._bare_rows if peer in self._device_links else self._rows_from(sender))
 
-    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
+    def send_message(self, message: StageMessage, dst: int) -> DeviceEvent:
         device_link = self._device_links.get(dst)
-        message, hidden = pack_envelope(envelope, self._rows.wire_dtype, holds_hidden=device_link is None)
-        parts = message.split(self._part_bytes(self._rank, dst))
-        left = self._send(self._host_links[dst], parts, dst, ENVELOPE_TAG)
+        packed, hidden = pack_message(message, self._rows.wire_dtype, holds_hidden=device_link is None)
+        parts = packed.split(self._part_bytes(self._rank, dst))
+        left = self._send(self._host_links[dst], parts, dst, MESSAGE_TAG)
         if hidden is None or device_link is None:
             return left
         return self._send(device_link, [pack_hidden(hidden, self._rows.wire_dtype)], dst, STEP_TAG)
 
-    def _send(self, link: Link, messages: Sequence[Tensor], dst: int, tag: int) -> DeviceEvent:
+    def _send(self, link: Link, parts: Sequence[Tensor], dst: int, tag: int) -> DeviceEvent:
         if link not in self._senders:
             self._senders[link] = Sender(link, self._depth)
-        return self._attempt("send to", dst, lambda: self._senders[link].send(messages, tag))
+        return self._attempt("send to", dst, lambda: self._senders[link].send(parts, tag))
 
-    def receive_envelope(self, src: int) -> StageMessage:
+    def receive_message(self, src: int) -> StageMessage:
         rows, is_followed = self._rows_from(src), src in self._device_links
         buffer = self._next_part(src)
-        hidden, await_hidden = None, EMPTY.await_hidden
+        hidden, arrival = None, None
         try:
             prefix = unpack_prefix(buffer, rows.row_bytes)
             hidden_bytes = rows.hidden_bytes(prefix.rows)
@@ -277,45 +293,35 @@ class TorchTransport:
             if end > len(buffer):
                 buffer = np.concatenate([buffer, *(self._next_part(src) for _ in range(len(buffer), end, len(buffer)))])
             if hidden_bytes and is_followed:
-                hidden, await_hidden = self._receive_hidden(prefix.rows, src)
+                arrival = self._receive_hidden(prefix.rows, src)
+                hidden = arrival.hidden
             elif hidden_bytes:
                 hidden = to_device(rows.decoded(torch.from_numpy(buffer[prefix.end : end]), prefix.rows), self._place)
-            envelope = unpack_envelope(buffer[PREFIX_BYTES : prefix.end], hidden, prefix)
+            message = unpack_message(buffer[PREFIX_BYTES : prefix.end], hidden, prefix)
         except ValueError as error:
-            raise RankLost(f"rank {src} sent a message that is not an envelope: {error}") from None
-        return replace(envelope, await_hidden=await_hidden) if await_hidden is not EMPTY.await_hidden else envelope
+            raise RankLost(f"rank {src} sent a malformed message: {error}") from None
+        return message if arrival is None else replace(message, arrival=arrival)
 
     def _next_part(self, src: int) -> Bytes:
-        """Wait for the next message of an envelope, or the whole of it, from rank ``src``."""
+        """Wait for the next part of a message, or the whole of it, from rank ``src``."""
 
         def take() -> Tensor:
             if src not in self._receivers:
                 num_bytes = self._part_bytes(src, src)
-                self._receivers[src] = Receiver(self._host_links[src], num_bytes, self._depth, ENVELOPE_TAG)
+                self._receivers[src] = Receiver(self._host_links[src], num_bytes, self._depth, MESSAGE_TAG)
             return self._receivers[src].take()
 
         return self._attempt("receive from", src, take).numpy()
 
-    def _receive_hidden(self, num_rows: int, src: int) -> tuple[Tensor, Callable[[], None]]:
-        """The activations [R, E] of so many rows that follow an envelope, and a function that waits for them."""
+    def _receive_hidden(self, num_rows: int, src: int) -> _HiddenArrival:
+        """Begin to receive the activations of so many rows, which follow a message."""
         rows = self._rows
         transfer = self._attempt("receive from", src, lambda: self._device_links[src].receive(rows.hidden_bytes(num_rows)))
-        is_encoded = rows.wire_dtype is not None
-        if is_encoded:
-            hidden = torch.empty(num_rows, rows.hidden_size, dtype=rows.dtype, device=self._place)
-        else:
+        if rows.wire_dtype is None:
             hidden = rows.decoded(transfer.message, num_rows)
-        awaited = [transfer]
-
-        def await_hidden() -> None:
-            if not awaited:
-                return
-            self._attempt("receive from", src, transfer.join)
-            if is_encoded:
-                hidden.copy_(rows.decoded(transfer.message, num_rows))
-            awaited.clear()
-
-        return hidden, await_hidden
+        else:
+            hidden = torch.empty(num_rows, rows.hidden_size, dtype=rows.dtype, device=self._place)
+        return _HiddenArrival(self, src, rows, hidden, transfer)
 
     def _attempt(self, action: str, peer: int, call: Callable[[], Result]) -> Result:
         """Return the result of ``call``. Raises RankLost if it raises RuntimeError."""
@@ -342,30 +348,3 @@ class TorchTransport:
 def _reason(error: Exception) -> str:
     """The message of a gloo error in one line."""
     return _SOURCE_LINE.sub("", str(error)).split(". ")[0].splitlines()[0][:160]
-
-
-def bare_timesteps(transport: TorchTransport, num_rows: int, hidden_size: int, dtype: torch.dtype, timesteps: int) -> list[float]:
-    """Pass a step from each rank to the next and broadcast a verdict, ``timesteps`` times; returns this rank's clock (seconds)
-    after each broadcast. Raises RankLost if a rank is gone or did not answer in time.
-
-    Every rank except the last sends the bytes of a step of ``num_rows`` rows to the next rank (rank 0 without activations).
-    After receiving and sending, a rank joins the broadcast of an int64 tensor from the last rank. There is no other barrier: a
-    rank may start to send while others still wait for the broadcast.
-    """
-    group = transport.all_ranks
-    rank, last = group.rank(), group.size() - 1
-    outgoing = torch.zeros(message_bytes(num_rows, hidden_size if rank else 0, dtype), dtype=torch.uint8)
-    incoming = torch.empty(message_bytes(num_rows, hidden_size if rank > 1 else 0, dtype), dtype=torch.uint8)
-    verdict = torch.zeros(_VERDICT_VALUES, dtype=torch.int64)
-    clock = []
-    try:
-        for _ in range(timesteps):
-            transfers = [group.recv([incoming], rank - 1, 0)] if rank > 0 else []
-            transfers += [group.send([outgoing], rank + 1, 0)] if rank < last else []
-            for work in transfers:
-                work.wait()
-            group.broadcast(verdict, last).wait()
-            clock.append(time.perf_counter())
-    except RuntimeError as error:
-        raise RankLost(f"rank {rank} lost its peers while the bare transport was measured: {str(error)[:160]}") from error
-    return clock

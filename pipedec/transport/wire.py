@@ -1,14 +1,14 @@
-"""Envelopes as bytes.
+"""``StageMessage`` as bytes.
 
-An envelope begins with a prefix, which has the lengths of the rest: the head, which always goes through host memory; and the
+A message begins with a prefix, which has the lengths of the rest: the head, which always goes through host memory; and the
 activations of the rows of all updates, unless they go from device to device. Receivers post buffers of ``part_bytes`` before they
-know an envelope's lengths, and a longer one is sent in several messages of that size, each of which finds such a buffer.
+know a message's lengths, and a longer one is sent in several parts of that size, each of which finds such a buffer.
 
 Activations travel in their own data type, or as int8 with a scale for each row: float32 [R], then int8 [R, E].
 
-The head has three parts: JSON (``StageMessageHead``: the updates without their rows; name, dtype and shape of each named tensor);
-token ids, parents and threads of the rows of all updates; and the elements of the named tensors, in the order of the JSON. Every
-part, and every tensor, is padded to a multiple of 8 bytes. A head is empty if there are neither updates nor tensors.
+The head has three sections: JSON (``MessageHead``); token ids, parents and threads of the rows of all updates; and the elements
+of the named tensors, in the order of the JSON. Every section, and every tensor, is padded to a multiple of 8 bytes. A head is
+empty if there are neither updates nor tensors.
 """
 
 from __future__ import annotations
@@ -22,39 +22,29 @@ from typing import Annotated, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from msgspec import Meta
+from msgspec import Meta, structs
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedec.core.errors import UserError
-from pipedec.core.records import Int64, Record
-from pipedec.core.stage_message import (
-    NUM_ROW_IDS,
-    ROW_ID_BYTES,
-    NewRequest,
-    RequestUpdate,
-    SlotRuns,
-    StageMessage,
-    Step,
-    TokenLogprobs,
-)
-from pipedec.core.verdict import Verdict
+from pipedec.core.records import Record
+from pipedec.core.stage_message import NUM_ROW_IDS, ROW_ID_BYTES, RequestUpdate, StageMessage, Step
 from pipedec.device import to_host
 
-MAX_ROWS = 65_536  # of an envelope; a prefix that announces more is refused
+MAX_ROWS = 65_536  # a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
-PART_HEAD_BYTES = 16_384  # of an envelope with PART_ROWS rows that is one message
+PART_HEAD_BYTES = 16_384  # a message with such a head and PART_ROWS rows is one part
 PART_ROWS = 128
-MAX_TENSORS = 64  # of an envelope
+MAX_TENSORS = 64
 MAX_NAME = 64  # characters of a tensor's name
 MAX_DIMENSIONS = 8
 PREFIX_BYTES = 32
 _SCALE_BYTES = torch.float32.itemsize
-_LEVELS = 127  # of int8, on either side of zero
+_LEVELS = 127  # the largest int8
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-PROTOCOL = "pipedec8"
+PROTOCOL = "pipedec9"
 _PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -65,46 +55,35 @@ _DTYPES = {
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
-class UpdateHead(Record, frozen=True, array_like=True):
-    """A ``RequestUpdate``, with the number of its rows for its step."""
-
-    number: Int64
-    opening: NewRequest | None
-    verdict: Verdict | None
-    num_rows: Count
-    logprobs: TokenLogprobs
-    slots: SlotRuns
-    prompt_logprobs: TokenLogprobs
-    failure: str | None
-
-
 class TensorHead(Record, frozen=True, array_like=True):
-    """A named tensor of an envelope."""
+    """A named tensor of a message."""
 
     name: str
     dtype: str
     shape: tuple[Count, ...]
 
 
-class StageMessageHead(Record, frozen=True, array_like=True):
-    """The updates of an envelope, in order, and its tensors in the order in which their bytes follow."""
+class MessageHead(Record, frozen=True, array_like=True):
+    """The updates of a message without their steps, each with its number of rows, and the tensors, in the order in which rows and
+    elements follow.
+    """
 
-    updates: tuple[UpdateHead, ...]
+    updates: tuple[tuple[RequestUpdate, Count], ...]
     tensors: tuple[TensorHead, ...] = ()
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(StageMessageHead)
+_decoder = msgspec.json.Decoder(MessageHead)
 
 
 class Prefix(NamedTuple):
-    """The lengths at the start of an envelope."""
+    """The lengths at the start of a message."""
 
-    head_bytes: int  # of the head, a multiple of 8
-    text_bytes: int  # of its JSON, a multiple of 8
-    rows: int  # of all updates
-    row_bytes: int  # of each row, with its activations
-    ends_session: int  # 1 if no envelope follows before the next session
+    head_bytes: int  # a multiple of 8
+    text_bytes: int  # the head's JSON, a multiple of 8
+    rows: int  # of all updates together
+    row_bytes: int  # one row with its activations
+    ends_session: int  # 1 if no message follows before the next session
 
     @property
     def end(self) -> int:
@@ -137,17 +116,17 @@ class RowFormat:
             return num_rows * self.hidden_size * self.dtype.itemsize
         return num_rows * (_SCALE_BYTES + self.hidden_size)
 
-    def decoded(self, message: Tensor, num_rows: int) -> Tensor:
-        """The activations [R, E] in a message (uint8), as a view of it if they have travelled in their own data type."""
+    def decoded(self, received: Tensor, num_rows: int) -> Tensor:
+        """The activations [R, E] in received bytes (uint8), as a view of them if they travelled in their own data type."""
         if self.wire_dtype is None:
-            return message.view(self.dtype).view(num_rows, self.hidden_size)
-        scale_R1 = message[: num_rows * _SCALE_BYTES].view(torch.float32)[:, None]
-        level_RE = message[num_rows * _SCALE_BYTES :].view(torch.int8).view(num_rows, self.hidden_size)
+            return received.view(self.dtype).view(num_rows, self.hidden_size)
+        scale_R1 = received[: num_rows * _SCALE_BYTES].view(torch.float32)[:, None]
+        level_RE = received[num_rows * _SCALE_BYTES :].view(torch.int8).view(num_rows, self.hidden_size)
         return (level_RE * scale_R1).to(self.dtype)
 
 
 def part_bytes(rows: RowFormat) -> int:
-    """Size of the messages into which a long envelope is divided."""
+    """Size of the parts into which a long message is divided."""
     return PREFIX_BYTES + PART_HEAD_BYTES + PART_ROWS * rows.row_bytes
 
 
@@ -157,7 +136,7 @@ def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
 
 
 def pack_hidden(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
-    """Activations as one message, uint8, on their device: a copy."""
+    """Activations as bytes (uint8) on their device: a copy."""
     return _encoded(hidden_RE, wire_dtype).contiguous().flatten().view(torch.uint8).clone()
 
 
@@ -175,7 +154,7 @@ def _encoded(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
 # together and taken apart by Python and numpy.
 
 
-def _message(parts: Iterable[Buffer]) -> Tensor:
+def _joined(parts: Iterable[Buffer]) -> Tensor:
     return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
 
@@ -184,29 +163,26 @@ def _array(tensor: Tensor) -> Buffer:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
 
 
-def pack_envelope(
-    envelope: StageMessage, wire_dtype: torch.dtype | None = None, holds_hidden: bool = True
+def pack_message(
+    message: StageMessage, wire_dtype: torch.dtype | None = None, holds_hidden: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """An envelope as bytes, and the activations [R, E] that have to follow it; None if there are none, or it holds them.
+    """A message as bytes (uint8), and the activations [R, E] that have to follow it; None if there are none, or it holds them.
 
     Raises:
         ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver accepts.
     """
-    step = _merged([update.step for update in envelope.updates if update.step is not None])
+    steps = [update.step for update in message.updates if update.step is not None]
+    step = Step.concatenated(steps) if len(steps) > 1 else steps[0] if steps else None
     num_rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
-    heads = tuple(
-        UpdateHead(
-            one.number, one.opening, one.verdict, 0 if one.step is None else one.step.num_rows, one.logprobs, one.slots,
-            one.prompt_logprobs, one.failure,
-        )
-        for one in envelope.updates
-    )  # fmt: skip
     tensor_heads = tuple(
-        TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in envelope.tensors.items()
+        TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in message.tensors.items()
     )
     _check_tensors(tensor_heads)
-    text = _padded(_encoder.encode(StageMessageHead(heads, tensor_heads))) if heads or tensor_heads else b""
-    tensors = b"".join(_padded(_array(tensor)) for tensor in envelope.tensors.values())
+    updates = tuple(
+        (one, 0) if one.step is None else (structs.replace(one, step=None), one.step.num_rows) for one in message.updates
+    )
+    text = _padded(_encoder.encode(MessageHead(updates, tensor_heads))) if updates or tensor_heads else b""
+    tensors = b"".join(_padded(_array(tensor)) for tensor in message.tensors.values())
     head: list[Buffer] = [text, tensors]
     if step is not None:
         threads = bytes(8 * num_rows) if step.threads is None else _array(step.threads)
@@ -215,10 +191,10 @@ def pack_envelope(
     row_bytes = 0
     if num_rows:
         row_bytes = ROW_ID_BYTES if hidden is None else RowFormat(hidden.shape[1], hidden.dtype, wire_dtype).row_bytes
-    prefix = Prefix(head_bytes, len(text), num_rows, row_bytes, int(envelope.ends_session))
+    prefix = Prefix(head_bytes, len(text), num_rows, row_bytes, int(message.ends_session))
     _check(prefix)
     held = [_array(_encoded(hidden, wire_dtype))] if hidden is not None and holds_hidden else []
-    return _message([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held]), None if holds_hidden else hidden
+    return _joined([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held]), None if holds_hidden else hidden
 
 
 def _check_tensors(heads: Sequence[TensorHead]) -> None:
@@ -239,8 +215,8 @@ def _padded(part: Buffer) -> bytes:
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
-    """The prefix of an envelope, with rows of ``row_bytes`` bytes. Raises ValueError if it is another message, or
-    its lengths are impossible.
+    """The prefix of a message with rows of ``row_bytes`` bytes. Raises ValueError if these bytes are none, or its lengths are
+    impossible.
     """
     magic, *lengths = _PREFIX.unpack_from(buffer.data)
     if magic != PROTOCOL.encode():
@@ -252,8 +228,8 @@ def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
     return prefix
 
 
-def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> StageMessage:
-    """The envelope of a head and the activations of all its rows. Raises ValueError if they are not an envelope."""
+def unpack_message(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> StageMessage:
+    """The message of a head and the activations of all its rows. Raises ValueError if they are none."""
     ends_session = bool(prefix.ends_session)
     if not len(head):
         return StageMessage((), ends_session)
@@ -261,23 +237,17 @@ def unpack_envelope(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> St
         decoded = _decoder.decode(head[: prefix.text_bytes].data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
         raise ValueError("its head cannot be read") from None
-    counts = [update.num_rows for update in decoded.updates]
+    counts = [count for _, count in decoded.updates]
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    if len({update.number for update in decoded.updates}) < len(counts):
+    if len({update.number for update, _ in decoded.updates}) < len(counts):
         raise ValueError("it has two updates of one request")
     steps: Iterator[Step] = iter(())
     if prefix.rows:
         ids = head[prefix.text_bytes : prefix.text_bytes + prefix.rows * ROW_ID_BYTES].view(np.int64)
         token_ids, parents, threads = map(torch.from_numpy, ids.reshape(NUM_ROW_IDS, prefix.rows))
-        steps = iter(_split(Step(token_ids, parents, hidden_RE, threads), [count for count in counts if count]))
-    updates = tuple(
-        RequestUpdate(
-            one.number, one.opening, one.verdict, next(steps) if one.num_rows else None, one.logprobs, one.slots,
-            one.prompt_logprobs, one.failure,
-        )
-        for one in decoded.updates
-    )  # fmt: skip
+        steps = iter(Step(token_ids, parents, hidden_RE, threads).split([count for count in counts if count]))
+    updates = tuple(structs.replace(one, step=next(steps)) if count else one for one, count in decoded.updates)
     tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, decoded.tensors)
     return StageMessage(updates, ends_session, tensors=tensors)
 
@@ -308,23 +278,3 @@ def _check(prefix: Prefix) -> None:
             f"a head of {prefix.head_bytes} bytes for {prefix.text_bytes} of JSON and {prefix.rows} rows, of which each takes "
             f"{ROW_ID_BYTES}"
         )
-
-
-def _merged(steps: list[Step]) -> Step | None:
-    """The rows of several steps as one."""
-    if len(steps) < 2:
-        return steps[0] if steps else None
-    token_ids, parents = torch.cat([step.token_ids for step in steps]), torch.cat([step.parents for step in steps])
-    threads = [torch.zeros_like(step.parents) if step.threads is None else step.threads for step in steps]
-    hidden = None if steps[0].hidden is None else torch.cat([step.hidden for step in steps if step.hidden is not None])
-    return Step(token_ids, parents, hidden, torch.cat(threads))
-
-
-def _split(step: Step, counts: list[int]) -> list[Step]:
-    """The rows of one step as several, views of it."""
-    if len(counts) == 1:
-        return [step]
-    assert step.threads is not None
-    hidden = [None] * len(counts) if step.hidden is None else step.hidden.split(counts)
-    columns = (step.token_ids.split(counts), step.parents.split(counts), hidden, step.threads.split(counts))
-    return [Step(*parts) for parts in zip(*columns, strict=True)]

@@ -54,7 +54,7 @@ def test_a_rank_may_be_five_times_as_slow_as_it_was() -> None:
 
 @pytest.mark.failure_case("S11")
 def test_of_those_that_wait_in_a_circle_the_first_to_starve_shows_the_silent_link() -> None:
-    """An envelope from 1 to 2 was lost: 2 starves, then 3, which gets nothing from it, and so on."""
+    """A message from 1 to 2 was lost: 2 starves, then 3, which gets nothing from it, and so on."""
     activities = {0: waiting(3, 4.4), 1: waiting(0, 4.3), 2: waiting(1, 4.6), 3: waiting(2, 4.5)}
     stall = find_stall(activities, 4.0)
     assert stall == Stall(2, 1, 4.6) and stall.suspect == 1

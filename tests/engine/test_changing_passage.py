@@ -56,7 +56,7 @@ class Tasks:
 
     def report(self, *_: Any, **__: Any) -> None: ...
 
-    def send(self, envelope: StageMessage, target: int, number: int) -> None:
+    def send(self, message: StageMessage, target: int, number: int) -> None:
         self.in_flight.append(number)
         self.most = max(self.most, len(self.in_flight))
 

@@ -300,7 +300,7 @@ def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
     assert heard[2] == ["waits", "interrupted", "closed"] and pool.running.keys() == {0, 1}
 
 
-def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_envelope() -> None:
+def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_message() -> None:
     prompt = tuple(range(100))
     batch = Batch(14, kv=KVManager(160, 16, shares_prefixes=False))
     noted: list[Record] = []

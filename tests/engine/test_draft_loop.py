@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from pipedec.config import Settings
 from pipedec.core.errors import EpochEnded, PipedecError, SchedulerLost, UserError
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import RequestUpdate
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, Drafter
 from pipedec.device import HostDevice
@@ -48,9 +49,7 @@ pytestmark = pytest.mark.usefixtures("redis_client")
 
 TOPOLOGY = Topology.even(1, 1)
 DESCRIPTION = RunDescription(Settings.of(target="target", dispatch="tasks"), ((1,),), ((0, 8),))
-NO_TRANSPORT: Any = SimpleNamespace(
-    send_envelope=lambda envelope, target: HostDevice().record_event()
-)  # what is sent goes nowhere
+NO_TRANSPORT: Any = SimpleNamespace(send_message=lambda message, target: HostDevice().record_event())  # what is sent goes nowhere
 REQUEST, DRAFTED = (PromptRequest("Hello", True, name, SamplingParams(max_tokens=4)).to_json() for name in ("pp", "stpp"))
 
 
@@ -71,7 +70,7 @@ class EndsAtOnce(FreshRun):
     def begin_session(self, session: int, planned: Sequence[Planned], trace_lines: int) -> None:
         number = max(self.status().running)  # the end of the one before may not be published yet
         self.begun.append(number)
-        results = {"results": [[number, to_builtins(Verdict.of(5, finished="length")), [], []]]}
+        results = {"results": to_builtins([RequestUpdate(number, verdict=Verdict.of(5, finished="length"))])}
         names = {"pre": {}, "sync": results, "dec": {}, "end": {}}
         self._tasks.extend(
             RankMessage("tasks", session, (Granted(Task.compute(name, 0, 0), payload),)) for name, payload in names.items()

@@ -60,23 +60,23 @@ class OneWindow:
 
 
 class LateTransport:
-    """Envelopes whose activations come ``ACTIVATION_SECONDS`` after the rest, and leave within ``SEND_SECONDS``."""
+    """Messages whose activations come ``ACTIVATION_SECONDS`` after the rest, and leave within ``SEND_SECONDS``."""
 
-    def __init__(self, cuda: FakeCuda, device: GpuDevice, envelopes: list[StageMessage], log: list[str]) -> None:
-        self._cuda, self._device, self._envelopes, self._log = cuda, device, envelopes, log
+    def __init__(self, cuda: FakeCuda, device: GpuDevice, messages: list[StageMessage], log: list[str]) -> None:
+        self._cuda, self._device, self._messages, self._log = cuda, device, messages, log
 
-    def receive_envelope(self, src: int) -> StageMessage:
+    def receive_message(self, src: int) -> StageMessage:
         self._cuda.advance(HEAD_SECONDS)
         self._log.append("receive")
-        envelope, arrives_at = self._envelopes.pop(0), self._cuda.now + ACTIVATION_SECONDS
-        return StageMessage(envelope.updates, envelope.ends_session, partial(self._await, arrives_at))
+        message, arrives_at = self._messages.pop(0), self._cuda.now + ACTIVATION_SECONDS
+        return StageMessage(message.updates, message.ends_session, SimpleNamespace(wait=partial(self._await, arrives_at)))
 
     def _await(self, arrives_at: float) -> None:
         self._log.append("await")
         stream = self._cuda.current_stream()
         stream.free_at = max(stream.free_at, arrives_at)
 
-    def send_envelope(self, envelope: StageMessage, dst: int) -> DeviceEvent:
+    def send_message(self, message: StageMessage, dst: int) -> DeviceEvent:
         self._log.append("send")
         computed = self._device.record_event()
         with self._device.beside("send"):
@@ -96,22 +96,22 @@ class LateWorker:
     def reset(self) -> None:
         """There is nothing."""
 
-    def advance(self, envelope: StageMessage, span: Callable[[str, Load], Any]) -> StageMessage:
+    def advance(self, message: StageMessage, span: Callable[[str, Load], Any]) -> StageMessage:
         self._log.append("replay")
-        envelope.await_hidden()
+        message.await_hidden()
         with span("dec", Load()):
             self._cuda.give(COMPUTE_SECONDS)
-        return StageMessage(envelope.updates, envelope.ends_session)
+        return StageMessage(message.updates, message.ends_session)
 
 
-def served(envelopes: list[StageMessage], duplex: str = "full") -> tuple[OneWindow, list[str]]:
-    """Serve one window of these envelopes. Returns what the scheduler was told, and the order in which things were done."""
+def served(messages: list[StageMessage], duplex: str = "full") -> tuple[OneWindow, list[str]]:
+    """Serve one window of these messages. Returns what the scheduler was told, and the order in which things were done."""
     cuda, log = FakeCuda(), list[str]()
     device = GpuDevice(cuda=cuda, now=lambda: cuda.now)
-    scheduler, transport = OneWindow(len(envelopes), duplex), LateTransport(cuda, device, envelopes, log)
+    scheduler, transport = OneWindow(len(messages), duplex), LateTransport(cuda, device, messages, log)
     wiring = Wiring(
         cast(RankScheduler, scheduler), cast(Transport, transport), TOPOLOGY, Tracer(RANK), cast(Sequences, Path()),
-        duplex=duplex, window=len(envelopes), device=device,
+        duplex=duplex, window=len(messages), device=device,
     )  # fmt: skip
     StageLoop(cast(StageWorker, LateWorker(cuda, log)), RANK, wiring).serve(cast(Transport, transport))
     return scheduler, log
@@ -124,13 +124,13 @@ def rows() -> Step:
 def test_what_a_stage_tells_of_its_time_is_its_devices() -> None:
     """The host launches everything at once; the device first waits for the activations and then computes."""
     last = 5
-    envelopes = [StageMessage((RequestUpdate(1, step=rows()),), number == last) for number in range(1, last + 1)]
-    scheduler, _ = served(envelopes)
+    messages = [StageMessage((RequestUpdate(1, step=rows()),), number == last) for number in range(1, last + 1)]
+    scheduler, _ = served(messages)
     told = scheduler.stats[-1]
     assert told.timesteps == last
     full = last - 1  # the device is still at the last timestep when the stage tells
     assert told.compute_seconds == pytest.approx(COMPUTE_SECONDS * full, abs=NEAR)
-    between = HEAD_SECONDS - ACTIVATION_SECONDS - COMPUTE_SECONDS  # the device is done before the next envelope comes
+    between = HEAD_SECONDS - ACTIVATION_SECONDS - COMPUTE_SECONDS  # the device is done before the next message comes
     assert told.wait_seconds == pytest.approx(HEAD_SECONDS + full * (ACTIVATION_SECONDS + between), abs=NEAR)
 
 
@@ -148,8 +148,8 @@ def test_the_trace_of_a_request_has_the_times_of_the_device() -> None:
 
 def test_with_half_duplex_a_stage_sends_behind_all_that_it_receives() -> None:
     assert transfers_of(RANK, TOPOLOGY, "half")[0][0].target == RANK, "the stage was to receive first"
-    envelopes = [StageMessage((RequestUpdate(1, step=rows()),), number == 3) for number in range(1, 4)]
-    _, log = served(envelopes, "half")
+    messages = [StageMessage((RequestUpdate(1, step=rows()),), number == 3) for number in range(1, 4)]
+    _, log = served(messages, "half")
     between = ["receive", "await", "send", "replay", "await"]
     assert log == ["receive", "replay", "await", *between, *between, "send"]
     assert served([StageMessage((RequestUpdate(1, step=rows()),), True)])[1] == ["receive", "replay", "await", "send"]

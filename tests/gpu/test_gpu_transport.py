@@ -68,8 +68,8 @@ def test_neighbours_exchange_activations_over_groups_of_two(
         for seed, num_rows in enumerate((1, 200, 7)):
             sent = peer.as_lists(peer.make_step(num_rows, dtype, seed))
             for sender in range(1, stages):
-                peers[sender + 1].order(peer.receive_envelope, sender)
-                peers[sender].do(peer.send_envelope, seed, num_rows, None, sender + 1, dtype)
+                peers[sender + 1].order(peer.receive_message, sender)
+                peers[sender].do(peer.send_message, seed, num_rows, None, sender + 1, dtype)
                 assert peers[sender + 1].result() == (sent, None)
     finally:
         for one in peers:

@@ -178,7 +178,7 @@ def in_order(phases: tuple[Phase, ...], wanted: Callable[[PlannedTransfer], bool
 
 
 def draft_rank(topology: Topology, phases: tuple[Phase, ...], timesteps: int) -> Offers:
-    """At most one envelope per group is in flight. In a phase with both, the result comes first: the next envelope needs it."""
+    """At most one message per group is in flight. In a phase with both, the result comes first: the next message needs it."""
     order = tuple((transfer,) for phase in phases for transfer in phase)
     for number in range(1, timesteps + 1):
         is_full = number > topology.num_groups

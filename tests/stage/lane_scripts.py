@@ -221,13 +221,13 @@ def run(
     timestep, allocator = 0, allocator or SlotAllocator(workers[0].cache_slots, workers[0]._pool.block)
     while not all(script.is_over for script in scripts):
         updates = (script.update(timestep) for script in scripts)
-        envelope = StageMessage(tuple(with_slots(update, scripts, allocator) for update in updates if update is not None))
+        message = StageMessage(tuple(with_slots(update, scripts, allocator) for update in updates if update is not None))
         for worker in workers[:-1]:
-            envelope = worker.advance(envelope)
-            for update in envelope.updates:
+            message = worker.advance(message)
+            for update in message.updates:
                 if update.step is not None:
                     script_of(scripts, update.number).seen += [update.step.token_ids, update.step.parents, update.step.hidden]
-        results = {update.number: update for update in workers[-1].advance(envelope).updates}
+        results = {update.number: update for update in workers[-1].advance(message).updates}
         for script in scripts:
             script.take(timestep, results.get(script.number))
         check()

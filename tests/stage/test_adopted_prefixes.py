@@ -78,7 +78,7 @@ def test_a_request_with_an_adopted_prefix_is_computed_as_it_is_alone(
 
 
 @pytest.mark.parametrize("target", ["llama"], indirect=True)
-def test_an_opening_finds_what_a_verdict_of_the_same_envelope_moves_and_may_have_slots_that_it_frees(target: Target) -> None:
+def test_an_opening_finds_what_a_verdict_of_the_same_message_moves_and_may_have_slots_that_it_frees(target: Target) -> None:
     """The accepted rows lie behind others, and the adopter's own slots were the owner's."""
     prompt, sampling = (4, 9, 6), SamplingParams(max_tokens=9, logprobs=2)
     [plain], [worker] = (target.workers(2, [range(3)]) for _ in range(2))

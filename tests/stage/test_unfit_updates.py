@@ -1,4 +1,4 @@
-"""Envelopes that are well-formed, but do not fit the requests of the stage that receives them."""
+"""Messages that are well-formed, but do not fit the requests of the stage that receives them."""
 
 from __future__ import annotations
 

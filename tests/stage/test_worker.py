@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,15 +181,15 @@ def test_nothing_is_computed_after_an_answer_was_ended(target: Target, layers: r
     for _ in range(2):
         chunk = RequestUpdate(1, opening_of(), step=prompt_chunk(*PROMPT))
         stage.advance(StageMessage((chunk,)))
-        reply = stage.advance(envelope(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
+        reply = stage.advance(message(rows((answer[0], -1), (answer[1], 0)), Verdict.of(answer[0])))
         if layers.stop == 4:
-            assert reply == envelope(verdict=Verdict.of(answer[1], answer[2]))
+            assert reply == message(verdict=Verdict.of(answer[1], answer[2]))
         else:
             [update] = reply.updates
             assert pairs(update.step) == [(answer[0], -1), (answer[1], 0)] and update.verdict == Verdict.of(answer[0])
         ended = Verdict.of(*answer[1 : 1 + tokens], finished="stop")
-        reply = stage.advance(envelope(rows((9, 0)), ended))
-        assert reply == envelope(verdict=Verdict((), "stop") if layers.stop == 4 else ended)
+        reply = stage.advance(message(rows((9, 0)), ended))
+        assert reply == message(verdict=Verdict((), "stop") if layers.stop == 4 else ended)
         assert (stage.outgoing(), stage.num_lanes) == ({}, 0)
         stage.compute({1: rows((9, 0))})
         assert stage.load == Load()
@@ -210,12 +211,12 @@ def test_verdicts_are_replayed_before_activations_are_awaited(target: Target, la
     stage.open(2, opening_of())
     ended, opened = (
         RequestUpdate(2, verdict=Verdict((), "stop")),
-        RequestUpdate(1, opening_of(), step=replace(chunk, hidden=arriving)),
+        RequestUpdate(1, opening_of(), step=chunk.with_hidden(arriving)),
     )
-    late = stage.advance(StageMessage((opened, ended), await_hidden=arrive))
+    late = stage.advance(StageMessage((opened, ended), arrival=SimpleNamespace(wait=arrive)))
     assert open_lanes == [1], "request 2 was to be closed and request 1 to be opened meanwhile"
     other = target.stage(layers)
-    at_once = other.advance(StageMessage((RequestUpdate(1, opening_of(), step=replace(chunk, hidden=hidden)), RequestUpdate(3))))
+    at_once = other.advance(StageMessage((RequestUpdate(1, opening_of(), step=chunk.with_hidden(hidden)), RequestUpdate(3))))
     [found] = [update for update in late.updates if update.number == 1]
     [expected] = [update for update in at_once.updates if update.number == 1]
     if expected.step is None:
@@ -224,7 +225,7 @@ def test_verdicts_are_replayed_before_activations_are_awaited(target: Target, la
         assert torch.equal(found.step.hidden, expected.step.hidden)  # type: ignore[arg-type, union-attr]
 
 
-def envelope(step: Step | None = None, verdict: Verdict | None = None) -> StageMessage:
+def message(step: Step | None = None, verdict: Verdict | None = None) -> StageMessage:
     return StageMessage((RequestUpdate(1, verdict=verdict, step=step),))
 
 

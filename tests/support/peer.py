@@ -23,7 +23,7 @@ from pipedec.messages.run import LinkSpeed
 from pipedec.transport import torch_distributed
 from pipedec.transport.links import STEP_TAG
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport, gloo_group
+from pipedec.transport.torch_distributed import MESSAGE_TAG, ProcessGroups, TorchTransport, gloo_group
 
 HIDDEN_SIZE = 5
 PATIENCE_SECONDS = 60.0  # only bounds a test that hangs; far below the group's own timeout
@@ -151,7 +151,7 @@ def as_lists(step: Step) -> tuple[Any, ...]:
     return step.token_ids.tolist(), step.parents.tolist(), threads, None if hidden is None else (hidden.dtype, hidden.tolist())
 
 
-def send_envelope(
+def send_message(
     transport: TorchTransport,
     seed: int,
     num_rows: int,
@@ -160,20 +160,20 @@ def send_envelope(
     dtype: torch.dtype | None = None,
     num_threads: int = 0,
 ) -> None:
-    """Send an envelope with an update of one request, or without any; with the verdict that ends the answer the last one."""
+    """Send a message with an update of one request, or without any; with the verdict that ends the answer the last one."""
     step = make_step(num_rows, dtype, seed, num_threads) if num_rows else None
     updates = (RequestUpdate(seed, verdict=verdict, step=step),) if step or verdict else ()
-    transport.send_envelope(StageMessage(updates, verdict is not None and verdict.finished is not None), dst)
+    transport.send_message(StageMessage(updates, verdict is not None and verdict.finished is not None), dst)
 
 
-def receive_envelope(transport: TorchTransport, src: int) -> Any:
+def receive_message(transport: TorchTransport, src: int) -> Any:
     """Step and verdict of the only update, if there is one."""
-    envelope = transport.receive_envelope(src)
+    message = transport.receive_message(src)
     for _ in range(2):  # to wait twice is harmless
-        envelope.await_hidden()
-    if not envelope.updates:
+        message.await_hidden()
+    if not message.updates:
         return None, None
-    (update,) = envelope.updates
+    (update,) = message.updates
     return as_lists(update.step) if update.step else None, update.verdict
 
 
@@ -187,16 +187,16 @@ def described(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
 
 def send_tensors(transport: TorchTransport, num_rows: int, size: int, dst: int) -> None:
     step = make_step(num_rows, None, 1) if num_rows else None
-    transport.send_envelope(StageMessage((RequestUpdate(1, step=step),), tensors=make_tensors(size)), dst)
+    transport.send_message(StageMessage((RequestUpdate(1, step=step),), tensors=make_tensors(size)), dst)
 
 
 def receive_tensors(transport: TorchTransport, src: int) -> Any:
-    return described(transport.receive_envelope(src).tensors)
+    return described(transport.receive_message(src).tensors)
 
 
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
-    """Send ``message`` where an envelope is expected."""
-    transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, ENVELOPE_TAG).wait()
+    """Send these bytes where a ``StageMessage`` is expected."""
+    transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, MESSAGE_TAG).wait()
 
 
 def close(transport: TorchTransport) -> str:

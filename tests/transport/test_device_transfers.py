@@ -20,7 +20,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.device import GpuDevice
 from pipedec.transport.links import DeviceLink
 from pipedec.transport.rendezvous import Rendezvous
-from pipedec.transport.torch_distributed import ENVELOPE_TAG, ProcessGroups, TorchTransport
+from pipedec.transport.torch_distributed import MESSAGE_TAG, ProcessGroups, TorchTransport
 from pipedec.transport.wire import PART_ROWS, RowFormat, part_bytes
 
 LATENCY = 0.02
@@ -103,8 +103,8 @@ class Gloo:
         return Done()
 
     def posted_bytes(self, peer: int) -> list[int]:
-        """Sizes of the buffers that wait for envelopes of ``peer``."""
-        return [buffer.nbytes for buffer in self._posted[peer, ENVELOPE_TAG]]
+        """Sizes of the buffers that wait for messages of ``peer``."""
+        return [buffer.nbytes for buffer in self._posted[peer, MESSAGE_TAG]]
 
     def _match(self, peer: int, tag: int) -> None:
         while self._posted[peer, tag] and self._arrived[peer, tag]:
@@ -154,11 +154,11 @@ def rows(num_rows: int) -> Step:
 
 def send_many(sender: TorchTransport, count: int) -> None:
     for _ in range(count):
-        sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
+        sender.send_message(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
 
 
-def received_rows(envelope: StageMessage) -> tuple[Step, Tensor]:
-    step = envelope.updates[0].step
+def received_rows(message: StageMessage) -> tuple[Step, Tensor]:
+    step = message.updates[0].step
     assert step is not None and step.hidden is not None
     return step, step.hidden
 
@@ -167,17 +167,17 @@ def received_rows(envelope: StageMessage) -> tuple[Step, Tensor]:
 def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair, num_rows: int) -> None:
     cuda, sender, receiver = pair
     sent, began = rows(num_rows), cuda.now
-    sender.send_envelope(StageMessage((RequestUpdate(7, verdict=Verdict.of(5), step=sent),)), 2)
-    envelope = receiver.receive_envelope(1)
+    sender.send_message(StageMessage((RequestUpdate(7, verdict=Verdict.of(5), step=sent),)), 2)
+    message = receiver.receive_message(1)
     assert cuda.now < began + LATENCY, "the host has waited for activations"
-    step, hidden = received_rows(envelope)
-    assert envelope.updates[0].verdict == Verdict.of(5)
+    step, hidden = received_rows(message)
+    assert message.updates[0].verdict == Verdict.of(5)
     assert torch.equal(step.token_ids, sent.token_ids) and torch.equal(step.parents, sent.parents)
     read: list[Tensor] = []
     cuda.give(0.0, lambda: read.append(hidden.clone()))
     cuda.advance(0.0)
     assert not torch.equal(read[0], sent.hidden), "what reads too early reads garbage"  # type: ignore[arg-type]
-    envelope.await_hidden()
+    message.await_hidden()
     assert cuda.now < began + LATENCY, "the host has waited for activations"
     cuda.give(0.001, lambda: read.append(hidden.clone()))
     cuda.advance(1.0)
@@ -188,11 +188,11 @@ def test_everything_else_is_known_while_activations_are_on_their_way(pair: Pair,
 def test_rounded_activations_are_those_that_were_sent_once_they_are_awaited(pair: Pair) -> None:
     cuda, sender, receiver = pair
     send_many(sender, 1)
-    envelope = receiver.receive_envelope(1)
+    message = receiver.receive_message(1)
     cuda.advance(LATENCY)
     for _ in range(2):
-        envelope.await_hidden()
-    hidden, sent = received_rows(envelope)[1], rows(3).hidden
+        message.await_hidden()
+    hidden, sent = received_rows(message)[1], rows(3).hidden
     assert sent is not None and hidden.dtype == sent.dtype
     assert ((hidden - sent).abs() <= 0.501 * sent.amax(1, keepdim=True) / 127).all() and not torch.equal(hidden, sent)
 
@@ -204,7 +204,7 @@ def test_activations_leave_when_they_have_been_computed(pair: Pair) -> None:
     computed, began = step.hidden.clone(), cuda.now
     step.hidden.zero_()
     cuda.give(0.01, lambda: step.hidden.copy_(computed))  # type: ignore[union-attr]
-    left = sender.send_envelope(StageMessage((RequestUpdate(7, step=step),)), 2)
+    left = sender.send_message(StageMessage((RequestUpdate(7, step=step),)), 2)
     cuda.advance(0.01)
     assert not left.has_passed, "a transfer was reported before its end"
     left.wait()
@@ -266,10 +266,10 @@ def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Ncc
         joined(nccl.cuda, 2, Groups)
 
 
-def test_nothing_that_waits_for_an_envelope_of_another_gpu_has_room_for_activations(pair: Pair) -> None:
+def test_nothing_that_waits_for_a_message_of_another_gpu_has_room_for_activations(pair: Pair) -> None:
     _, sender, receiver = pair
-    sender.send_envelope(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
-    receiver.receive_envelope(1)
+    sender.send_message(StageMessage((RequestUpdate(7, step=rows(3)),)), 2)
+    receiver.receive_message(1)
     assert receiver.all_ranks.posted_bytes(1) == [part_bytes(RowFormat(0, torch.float32))] * DEPTH
 
 
@@ -277,17 +277,17 @@ def test_several_steps_are_in_flight(pair: Pair) -> None:
     """Heads run ahead, and activations arrive in their order while those before are still computed with."""
     cuda, sender, receiver = pair
     send_many(sender, 1)
-    receiver.receive_envelope(1).await_hidden()
+    receiver.receive_message(1).await_hidden()
     receiver.all_ranks.round_trips, began = 0, cuda.now
     for number in range(3):
-        sender.send_envelope(StageMessage((RequestUpdate(number, step=rows(3 + number)),)), 2)
-    envelopes = [receiver.receive_envelope(1) for _ in range(3)]
+        sender.send_message(StageMessage((RequestUpdate(number, step=rows(3 + number)),)), 2)
+    messages = [receiver.receive_message(1) for _ in range(3)]
     assert cuda.now < began + LATENCY, "the host has waited for activations"
     assert receiver.all_ranks.round_trips == 0
     found: list[list[float]] = []
-    for envelope in envelopes:
-        envelope.await_hidden()
-        cuda.give(0.001, partial(lambda hidden: found.append(hidden.flatten().tolist()), received_rows(envelope)[1]))
+    for message in messages:
+        message.await_hidden()
+        cuda.give(0.001, partial(lambda hidden: found.append(hidden.flatten().tolist()), received_rows(message)[1]))
     cuda.advance(1.0)
     assert found == [list(range(number * HIDDEN_SIZE)) for number in (3, 4, 5)]
 
@@ -304,13 +304,13 @@ def test_no_message_waits_for_a_round_trip(num_rows: int) -> None:
     sender, receiver = (TorchTransport("gloo", rank, HIDDEN_SIZE, torch.float32, CPU, None, Groups, DEPTH) for rank in (1, 2))
     for rank, transport in enumerate((sender, receiver), start=1):
         transport.join(Rendezvous(rank, 3, HashStore(), PATIENCE_SECONDS, "lo"))
-    envelope = StageMessage((RequestUpdate(7, verdict=Verdict.of(*range(400)), step=rows(num_rows)),))
-    sender.send_envelope(envelope, 2)
-    receiver.receive_envelope(1)
+    message = StageMessage((RequestUpdate(7, verdict=Verdict.of(*range(400)), step=rows(num_rows)),))
+    sender.send_message(message, 2)
+    receiver.receive_message(1)
     members[2].round_trips = 0
     for _ in range(DEPTH * PART_ROWS // max(num_rows, PART_ROWS)):
-        sender.send_envelope(envelope, 2)
-    step, hidden = received_rows(receiver.receive_envelope(1))
+        sender.send_message(message, 2)
+    step, hidden = received_rows(receiver.receive_message(1))
     assert members[2].round_trips == 0
     assert torch.equal(hidden, rows(num_rows).hidden) and step.num_rows == num_rows  # type: ignore[arg-type]
 

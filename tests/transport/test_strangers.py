@@ -51,8 +51,8 @@ def pair(tmp_path: Path) -> Iterator[tuple[Peer, Peer]]:
 
 
 def check_transfers(draft: Peer, stage: Peer) -> None:
-    stage.order(peer.receive_envelope, 0)
-    draft.do(peer.send_envelope, 1, 200, Verdict.of(3), 1)
+    stage.order(peer.receive_message, 0)
+    draft.do(peer.send_message, 1, 200, Verdict.of(3), 1)
     assert stage.result() == (peer.as_lists(peer.make_step(200, None, 1)), Verdict.of(3))
 
 

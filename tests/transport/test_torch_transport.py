@@ -41,11 +41,11 @@ def test_steps_arrive_equal(pair: Pair) -> None:
     dtype = torch.bfloat16
     draft, stage = pair
     for seed, num_rows in enumerate((1, 32, 200)):
-        stage.order(peer.receive_envelope, 0)
-        draft.do(peer.send_envelope, seed, num_rows, None, 1)  # rank 0 drafts: it has no activations to send
+        stage.order(peer.receive_message, 0)
+        draft.do(peer.send_message, seed, num_rows, None, 1)  # rank 0 drafts: it has no activations to send
         assert stage.result() == (peer.as_lists(peer.make_step(num_rows, None, seed)), None)
-        draft.order(peer.receive_envelope, 1)
-        stage.do(peer.send_envelope, seed, num_rows, None, 0, dtype)
+        draft.order(peer.receive_message, 1)
+        stage.do(peer.send_message, seed, num_rows, None, 0, dtype)
         assert draft.result() == (peer.as_lists(peer.make_step(num_rows, dtype, seed)), None)
     stage.order(peer.close)
     assert draft.do(peer.close) == stage.result() == "closed"
@@ -64,12 +64,12 @@ def forty_threads(finished: str | None = None) -> Verdict:
 def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair) -> None:
     draft, stage = pair
     for num_rows, verdict in product((0, 3, 200), (forty_threads(), Verdict.of(5), None, forty_threads("stop"))):
-        stage.order(peer.receive_envelope, 0)
-        draft.do(peer.send_envelope, 1, num_rows, verdict, 1, None, 40)
+        stage.order(peer.receive_message, 0)
+        draft.do(peer.send_message, 1, num_rows, verdict, 1, None, 40)
         step = peer.as_lists(peer.make_step(num_rows, None, 1, 40)) if num_rows else None
         assert stage.result() == (step, verdict)
-        draft.order(peer.receive_envelope, 1)
-        stage.do(peer.send_envelope, 2, num_rows, verdict, 0, torch.float32, 40)
+        draft.order(peer.receive_message, 1)
+        stage.do(peer.send_message, 2, num_rows, verdict, 0, torch.float32, 40)
         step = peer.as_lists(peer.make_step(num_rows, torch.float32, 2, 40)) if num_rows else None
         assert draft.result() == (step, verdict)
 
@@ -102,52 +102,52 @@ PREFIX = struct.Struct("<8siiiii4x")
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.failure_case("S12")
-def test_what_is_no_envelope_names_its_sender(pair: Pair, message: bytes, reason: str) -> None:
+def test_a_malformed_message_names_its_sender(pair: Pair, message: bytes, reason: str) -> None:
     draft, stage = pair
-    stage.order(peer.receive_envelope, 0)
+    stage.order(peer.receive_message, 0)
     draft.do(peer.send_bytes, message, 1)
-    assert stage.result().startswith(f"RankLost: rank 0 sent a message that is not an envelope: {reason}")
+    assert stage.result().startswith(f"RankLost: rank 0 sent a malformed message: {reason}")
 
 
-def test_a_peer_killed_before_the_next_envelope_is_awaited_is_named(pair: Pair) -> None:
+def test_a_peer_killed_before_the_next_message_is_awaited_is_named(pair: Pair) -> None:
     draft, stage = pair
-    stage.order(peer.receive_envelope, 0)
-    draft.do(peer.send_envelope, 0, 3, None, 1)
+    stage.order(peer.receive_message, 0)
+    draft.do(peer.send_message, 0, 3, None, 1)
     stage.result()
     draft.process.kill()
     draft.process.join()
     for _ in range(2):
-        assert stage.do(peer.receive_envelope, 0).startswith("RankLost: rank 1 could not receive from rank 0: ")
+        assert stage.do(peer.receive_message, 0).startswith("RankLost: rank 1 could not receive from rank 0: ")
 
 
 def test_a_killed_peer_is_named(pair: Pair) -> None:
     draft, stage = pair
-    stage.order(peer.receive_envelope, 0)
-    draft.do(peer.send_envelope, 0, 3, None, 1)
+    stage.order(peer.receive_message, 0)
+    draft.do(peer.send_message, 0, 3, None, 1)
     stage.result()
-    draft.order(peer.receive_envelope, 1)
+    draft.order(peer.receive_message, 1)
     stage.process.kill()
     message = draft.result()
     assert message.startswith("RankLost: rank 0 could not receive from rank 1: ")
     assert "\n" not in message
-    assert draft.do(peer.send_envelope, 0, 3, None, 1).startswith("RankLost: rank 0 could not send to rank 1: ")
+    assert draft.do(peer.send_message, 0, 3, None, 1).startswith("RankLost: rank 0 could not send to rank 1: ")
 
 
-def test_envelopes_arrive_in_order_however_many_are_on_their_way(pair: Pair) -> None:
+def test_messages_arrive_in_order_however_many_are_on_their_way(pair: Pair) -> None:
     """Also those of the next session, and those that are longer than a message."""
     draft, stage = pair
     sent = [(1, Verdict.of(1)), (400, forty_threads()), (0, Verdict.of(2, finished="stop")), (3, Verdict.of(3))]
     for num_rows, verdict in sent:
-        draft.do(peer.send_envelope, 1, num_rows, verdict, 1)
+        draft.do(peer.send_message, 1, num_rows, verdict, 1)
     for num_rows, verdict in sent:
         step = peer.as_lists(peer.make_step(num_rows, None, 1)) if num_rows else None
-        assert stage.do(peer.receive_envelope, 0) == (step, verdict)
+        assert stage.do(peer.receive_message, 0) == (step, verdict)
 
 
 @pytest.mark.parametrize("pair", [{"depth": 2, "timeout_seconds": 1.0}], indirect=True)
 def test_a_receiver_that_does_not_keep_up_is_named(pair: Pair) -> None:
     draft, _ = pair
-    results = [draft.do(peer.send_envelope, 0, 3, None, 1) for _ in range(3)]
+    results = [draft.do(peer.send_message, 0, 3, None, 1) for _ in range(3)]
     late = "it has not received 2 earlier messages: Timed out"
     assert results[:2] == [None, None] and results[2].startswith(f"RankLost: rank 0 could not send to rank 1: {late}")
 
@@ -166,16 +166,16 @@ def test_who_waits_for_a_transfer_comes_loose_when_another_thread_aborts(trio: t
     draft, first, last = trio
     last.process.kill()
     last.process.join()
-    first.order(peer.receive_envelope, 0)
+    first.order(peer.receive_message, 0)
     draft.do(peer.abort_soon, 0.2)
-    draft.order(peer.receive_envelope, 1)
+    draft.order(peer.receive_message, 1)
     assert draft.result() == "RankLost: rank 0 could not receive from rank 1: the transfers were aborted"
     assert first.result().startswith("RankLost: rank 1 could not receive from rank 0: ")
-    assert draft.do(peer.send_envelope, 0, 3, None, 1).endswith("could not send to rank 1: the transfers were aborted")
+    assert draft.do(peer.send_message, 0, 3, None, 1).endswith("could not send to rank 1: the transfers were aborted")
 
 
 def test_links_of_a_ring_are_measured_at_every_meeting(trio: tuple[Peer, ...], tmp_path: Path) -> None:
-    """And what is measured is in the way of no envelope."""
+    """And what is measured is in the way of no message."""
     for meeting in range(2):
         for one in trio:
             one.order(peer.measured_link)
@@ -231,10 +231,10 @@ def test_ranks_that_meet_many_times_leave_no_descriptors_and_threads(trio: tuple
         for rank, one in enumerate(trio):
             one.order(peer.join_again, rank, 3, tmp_path / f"meeting-{epoch}")
         assert [one.result() for one in trio] == ["joined"] * 3
-        trio[1].order(peer.receive_envelope, 0)
-        trio[0].do(peer.send_envelope, epoch, 3, None, 1)
+        trio[1].order(peer.receive_message, 0)
+        trio[0].do(peer.send_message, epoch, 3, None, 1)
         trio[1].result()
-        trio[1].order(peer.receive_envelope, 0)
+        trio[1].order(peer.receive_message, 0)
         trio[0].do(peer.abort_soon, 0.0)
         assert "RankLost" in trio[1].result()
         used.append([one.do(peer.used) for one in trio])
@@ -256,10 +256,10 @@ def trio(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer,
 
 
 def send_both_ways(sender: Peer, receiver: Peer, src: int, dtype: torch.dtype | None) -> None:
-    """Envelopes with few and with many rows must arrive unchanged."""
+    """Messages with few and with many rows must arrive unchanged."""
     for num_rows in (3, 129):
-        receiver.order(peer.receive_envelope, src)
-        sender.do(peer.send_envelope, src, num_rows, Verdict.of(7), src + 1, dtype)
+        receiver.order(peer.receive_message, src)
+        sender.do(peer.send_message, src, num_rows, Verdict.of(7), src + 1, dtype)
         assert receiver.result() == (peer.as_lists(peer.make_step(num_rows, dtype, src)), Verdict.of(7))
 
 
@@ -269,13 +269,13 @@ def test_stages_with_nccl_have_groups_of_their_own(trio: tuple[Peer, ...], backe
     draft, first, last = trio
     send_both_ways(draft, first, 0, None)
     send_both_ways(first, last, 1, torch.float32)
-    draft.order(peer.receive_envelope, 2)
-    last.do(peer.send_envelope, 0, 0, Verdict.of(1, 2), 0)
+    draft.order(peer.receive_message, 2)
+    last.do(peer.send_message, 0, 0, Verdict.of(1, 2), 0)
     assert draft.result() == (None, Verdict.of(1, 2))
     assert draft.do(peer.messages) == []
     assert first.do(peer.messages) == [("send", 1, "1>2")] * 2
     assert last.do(peer.messages) == [("recv", 0, "1>2")] * 2
-    last.order(peer.receive_envelope, 1)
+    last.order(peer.receive_message, 1)
     first.process.kill()
     assert last.result().startswith("RankLost: rank 2 could not receive from rank 1: ")
 

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pipedec.bench.overhead.bare_transport import bare_timesteps
 from pipedec.cluster.lease import LeaseKeeper
 from pipedec.cluster.place import RankPlace
 from pipedec.config import Settings
@@ -51,7 +52,7 @@ from pipedec.threads.sequences import Sequences
 from pipedec.topology import Topology
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Rendezvous, file_store
-from pipedec.transport.torch_distributed import TorchTransport, bare_timesteps
+from pipedec.transport.torch_distributed import TorchTransport
 from pipedec.tree import Forest
 
 WARM_UP = 5
