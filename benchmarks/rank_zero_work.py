@@ -1,0 +1,175 @@
+"""``python -m benchmarks.rank_zero_work``: rank 0's own CPU time per timestep, by the number of requests that run together.
+
+``deciding`` is its work between two timesteps, for which all stages wait, and ``drafting`` its work while they compute, without
+the draft model's forwards. Both are measured in this process, where timesteps are those of an emulated cluster that does not
+count this work: so two revisions that decode alike take the same timesteps. ``thread`` and ``process`` are those of a real rank 0
+beside two stages, with texts, Redis and transfers; it copies n-grams instead of running a draft model.
+
+Another revision is measured from outside its checkout: ``cd /tmp && PYTHONPATH=CHECKOUT python …/rank_zero_work.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from statistics import median
+from typing import Any
+
+import psutil
+
+from pipedec.client.client import Client
+from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings, paper_cluster
+from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
+from pipedec.core.sampling import SamplingParams
+from pipedec.drafting import DraftModel
+from pipedec.engine.build import load_prompter, resolve
+from pipedec.engine.local import LocalPipeline, LocalStages
+from pipedec.messages.request import PromptRequest
+from pipedec.plan.emulation import Emulation, with_stages
+from pipedec.plan.partition import plan
+
+_PRESET, _STAGES = "paper-14", 4  # more stages would only take longer
+_SENTENCES = (
+    "The reader opens the file and checks its header.", "A cache keeps what was computed before.",
+    "Each worker takes a task from the queue.", "The result is written to the log at once.",
+    "If a check fails, the whole batch is refused.", "Old entries are dropped when memory is short.",
+    "A lock protects the list of open connections.", "Every message has a number and a sender.",
+)  # fmt: skip
+_STATS_SECONDS = 2.5  # rank 0 publishes its counters about once per second
+
+Figures = dict[str, float]
+
+
+def prompt(number: int) -> str:
+    """A prompt of about 300 tokens, like no other."""
+    source = random.Random(number)
+    return f"Question {number}. " + " ".join(source.choice(_SENTENCES) for _ in range(28)) + " What happens next?"
+
+
+class Spent:
+    """CPU seconds of this thread in wrapped methods."""
+
+    def __init__(self) -> None:
+        self.stages = self.meanwhile = self.forwards = 0.0
+        self._wrap(LocalStages, "advance", "stages")
+        self._wrap(LocalStages, "close", "stages")
+        self._wrap(DraftModel, "expand", "forwards")
+
+    def _wrap(self, owner: type, method: str, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        @wraps(inner)
+        def timed(*args: Any) -> Any:
+            with self._spending(name):
+                return inner(*[self._meanwhile(one) if callable(one) else one for one in args])
+
+        setattr(owner, method, timed)
+
+    def _meanwhile(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Rank 0's work while the stages compute."""
+
+        def timed() -> None:
+            with self._spending("meanwhile"):
+                work()
+
+        return timed
+
+    @contextmanager
+    def _spending(self, name: str) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        setattr(self, name, getattr(self, name) + time.thread_time() - began)
+
+
+def own_ms(counts: Sequence[int], max_tokens: int, repeats: int) -> dict[int, Figures]:
+    """CPU ms per timestep of rank 0's part of an emulated pipeline, by the number of requests; medians of ``repeats``."""
+    config = with_stages(paper_cluster().for_partition(_PRESET), _PRESET, _STAGES)
+    chosen = plan(config, _PRESET)
+    settings = Settings.of(stages=len(chosen.stages), groups=chosen.num_groups, dtype="float32", priors=False)
+    spec = replace(resolve(settings), emulation=replace(Emulation.of_plan(chosen), counts_own_work=False))
+    pipeline, prompter, found = LocalPipeline.load(spec), load_prompter(spec), dict[int, Figures]()
+    spent = Spent()
+    for count in counts:
+        requests = [
+            TokenizedRequest(number, prompter.token_ids(prompt(number), False, max_tokens), _sampling(max_tokens), DEFAULT_METHOD)
+            for number in range(count)
+        ]
+        samples = list[tuple[float, float, int]]()
+        for _ in range(1 + repeats):  # the first one warms up
+            pipeline.forget_prefixes()
+            spent.stages = spent.meanwhile = spent.forwards = 0.0
+            began = time.thread_time()
+            for _verdict in pipeline.run_all({1: requests}):
+                pass
+            deciding, drafting = time.thread_time() - began - spent.stages, spent.meanwhile - spent.forwards
+            timesteps = len(pipeline.fill)
+            samples.append((1000 * deciding / timesteps, 1000 * drafting / timesteps, timesteps))
+        deciding_ms, drafting_ms, several = (median(column) for column in zip(*samples[1:], strict=True))
+        found[count] = {"timesteps": several, "deciding": deciding_ms, "drafting": drafting_ms}
+    return found
+
+
+def process_ms(counts: Sequence[int], max_tokens: int, repeats: int) -> dict[int, Figures]:
+    """CPU ms per timestep of a real rank 0 by the number of requests: its main thread, and all its threads."""
+    found = dict[int, Figures]()
+    with LocalCluster(resolve(Settings.of(stages=2, draft="none", dtype="float32", priors=False))) as cluster:
+        assert cluster.scheduler is not None
+        client = Client(cluster.scheduler, cluster.check)
+        for count in counts:
+            samples = list[tuple[float, float, int]]()
+            for repeat in range(1 + repeats):
+                requests = [
+                    PromptRequest(prompt(1000 * repeat + number), method=DEFAULT_METHOD, sampling=_sampling(max_tokens))
+                    for number in range(count)
+                ]
+                before = _reading(cluster)
+                for reply in client.ask_all(requests):
+                    reply.completed()
+                thread, process, timesteps = (after - first for after, first in zip(_reading(cluster), before, strict=True))
+                samples.append((1000 * thread / timesteps, 1000 * process / timesteps, round(timesteps)))
+            thread_ms, whole_ms, several = (median(column) for column in zip(*samples[1:], strict=True))
+            found[count] = {"timesteps": several, "thread": thread_ms, "process": whole_ms}
+    return found
+
+
+def _reading(cluster: LocalCluster) -> tuple[float, float, int]:
+    """CPU seconds of rank 0's main thread and of all its threads, and its timesteps so far."""
+    time.sleep(_STATS_SECONDS)
+    process = psutil.Process(cluster.pids[0])
+    (main,) = (thread for thread in process.threads() if thread.id == process.pid)
+    assert cluster.scheduler is not None
+    times, stats = process.cpu_times(), cluster.scheduler.status().stats
+    return main.user_time + main.system_time, times.user + times.system, stats.timesteps if stats else 0
+
+
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure rank 0's own CPU time per timestep.")
+    parser.add_argument("--requests", default="1,8,64", help="numbers of requests that run together")
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--no-process", action="store_true", help="start no cluster")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    flags = parser.parse_args()
+    grid = [int(count) for count in flags.requests.split(",")], flags.max_tokens, flags.repeats
+    tables = {"in one process": own_ms(*grid)} | ({} if flags.no_process else {"real rank 0": process_ms(*grid)})
+    if flags.json:
+        print(json.dumps(tables))
+        return
+    for name, table in tables.items():
+        for count, figures in table.items():
+            print(f"{name}, {count} requests, ms: " + ", ".join(f"{key} {value:.3f}" for key, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main()
