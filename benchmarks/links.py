@@ -25,10 +25,9 @@ from msgspec import Meta
 from rich.table import Table
 
 from benchmarks.alternatives import PromptFlags
-from benchmarks.output import console, titled_table
-from pipedec.bench.load.offered import Policy, parse_policies
-from pipedec.bench.load.results import draw
+from benchmarks.output import console, draw, titled_table
 from pipedec.bench.options import Counts, Draft, Positive
+from pipedec.bench.policy import Policy, parse_policies
 from pipedec.bench.record import ROWS_FILE, Grid, Row, SweepProgress, key_of
 from pipedec.bench.report import style
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, print_files, print_table

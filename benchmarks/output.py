@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from pipedec.bench.record import Row, append_rows, plain
+from pipedec.bench.report.style import save
+from pipedec.core.errors import PipedecError
 from pipedec.flags import Help
 from pipedec.messages.run import RunDescription
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
@@ -48,3 +53,22 @@ def append(out: Path | None, rows: Sequence[Row]) -> None:
     if out is not None:
         append_rows(out, rows)
         console.print(f"Results appended to {out}")
+
+
+def draw(figures: dict[str, Figure | None], out: Path) -> list[Path]:
+    """Write the figures, except those that are None, into the directory ``out``. Raises UserError if that fails."""
+    return [path for name, figure in figures.items() if figure is not None for path in save(figure, out / name)]
+
+
+class SameAnswers:
+    """Checks that the answers to a question are equal, by every method on every pipeline."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, tuple[object, Row]] = {}
+
+    def check(self, question: object, answer: object, row: Row, name: str) -> None:
+        """Raise PipedecError unless ``answer`` is the first one that was given to ``question``, whose name is ``name``."""
+        expected, first = self._first.setdefault(question, (answer, row))
+        if answer != expected:
+            both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))
+            raise PipedecError(f"{both} gave different answers {name}: a defect (or a near tie, if not in float32)")

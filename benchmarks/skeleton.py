@@ -17,10 +17,10 @@ from typing import Annotated
 import click
 from msgspec.structs import replace
 
+from benchmarks.threads.__main__ import measure_threads
+from benchmarks.threads.benchmark import SEQUENTIAL, Style, ThreadsConfig, written_fields
 from pipedec.bench.record import Row
-from pipedec.bench.threads.benchmark import SEQUENTIAL, Style, ThreadsConfig, written_fields
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, OutDirectory, question_options
-from pipedec.cli.benchmarks.threads import measure_threads
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.engine.local import LocalPipeline
@@ -349,7 +349,7 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class SkeletonConfig(ThreadsConfig):
-    """The configuration of ``pipedec bench threads``, with the style ``sot`` among the dialects."""
+    """The configuration of ``python -m benchmarks.threads``, with the style ``sot`` among the dialects."""
 
     dialects: Annotated[
         tuple[str, ...],
@@ -368,7 +368,7 @@ class SkeletonConfig(ThreadsConfig):
 def skeleton(measured: Callable[..., SkeletonConfig], asked: BenchPromptFlags, out: OutDirectory) -> None:
     """Answer every prompt in one thread, in several, and as Skeleton-of-Thought: one row per answer in OUT/rows.jsonl.
 
-    Everything else is as `pipedec bench threads` does it.
+    Everything else is as `python -m benchmarks.threads` does it.
     """
     measure_threads(measured, asked, out, ABOUT, PAPER_LINES)
 

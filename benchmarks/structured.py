@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import click
 from msgspec.structs import replace
 
+from benchmarks.output import SameAnswers
 from pipedec.bench.options import ClusterFile, Positive, Preset, StageCounts
-from pipedec.bench.record import Grid, Row, SameAnswers, SweepProgress, plain
+from pipedec.bench.record import Grid, Row, SweepProgress, plain
 from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, write_summary

@@ -1,1 +1,1 @@
-"""Load on recorded answers in computed time, and on llama.cpp."""
+"""Load on recorded answers in computed time."""

@@ -1,24 +1,23 @@
-"""``python -m benchmarks.load``: many requests at once, on recorded answers in computed time, or on llama.cpp."""
+"""``python -m benchmarks.load``: many requests at once, on recorded answers in computed time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import click
 from rich.console import Console
 
-from benchmarks.llama_cpp import POLICY, OnLlamaCpp
-from benchmarks.load.replayed import OnReplay, ReplayedLoadConfig, disturbance_text, disturbed, random_prompts
-from pipedec.bench.load.benchmark import bench_load
-from pipedec.bench.load.offered import Conversation, drawn_in_turn, led_by
-from pipedec.bench.load.results import draw, load_figure, load_table, provenance, row_name
+from benchmarks.load.benchmark import LoadConfig, bench_load
+from benchmarks.load.flags import LoadFlags, ReplayFlags
+from benchmarks.load.offered import Conversation, drawn_in_turn, led_by
+from benchmarks.load.replayed import OnReplay, disturbance_text, disturbed, random_prompts
+from benchmarks.load.results import load_figure, load_table, provenance, row_name
+from benchmarks.output import draw
 from pipedec.bench.options import Drawing
 from pipedec.bench.record import ROWS_FILE, Row, append_rows
 from pipedec.bench.report.style import FAINT, FULL_WIDTH, TEXT, TICK_POINTS, dress, finish, legend_above, new_figure
-from pipedec.cli.benchmarks.load import LoadFlags, LoadPipelineFlags
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, make_directory, print_files, question_options
 from pipedec.cli.options import refuse_flags
 from pipedec.core.errors import UserError
@@ -82,61 +81,40 @@ def _color(number: int) -> str:
     return _REQUEST_COLORS[number] if number < len(_REQUEST_COLORS) else FAINT
 
 
-_OF_THE_REPLAY = (
-    "preset", "stages", "recording", "methods", "target", "draft", "cluster", "own_work", "intruder", "random_tokens", "turns",
-    "kv_tokens", "prefix_cache",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ReplayFlags(LoadPipelineFlags):
-    """An emulated pipeline through which recorded answers pass, or llama.cpp."""
-
-    recording: Annotated[Path | None, Help("Directory of recorded answers; missing ones are recorded.", "DIR")] = None
-    random_tokens: Annotated[int | None, Help("Prompts of N random tokens.", flag="--random")] = None
-    llama_cpp: Annotated[Path | None, Help("Or llama.cpp, in this process (xllamacpp).", "FILE.gguf|smollm2")] = None
-
-
 @click.command()
 @options_of(ReplayFlags, "where")
 @options_of(LoadFlags, "offered")
-@partial_of(ReplayedLoadConfig, "configured")
+@partial_of(LoadConfig, "configured")
 @question_options
 @options_of(Drawing, "drawing", only=("seed", "raw_prompts", "own_work"))
 @own_options
 def load(
     where: ReplayFlags,
     offered: LoadFlags,
-    configured: Callable[..., ReplayedLoadConfig],
+    configured: Callable[..., LoadConfig],
     asked: BenchPromptFlags,
     drawing: Drawing,
     out: Annotated[Path, Help("Directory of the results: rows.jsonl and pictures.", "DIR")],
 ) -> None:
-    """Offer many requests at once, as `pipedec bench load` does; one row per method and load.
+    """Offer many requests at once, a fixed number at a time or at random times; one row per method and load.
 
-    With --preset recorded answers pass through an emulated cluster in computed time: minutes instead of hours. With --llama-cpp
-    requests go to llama.cpp, with a slot for each of --max-num-seqs of them.
+    Recorded answers pass through an emulated cluster in computed time: minutes instead of hours. Reports the time to first token
+    (TTFT), between events that bring tokens (ITL), per output token (TPOT) and end to end, throughput over all and while the load
+    is full, and goodput.
 
     Appends to OUT/rows.jsonl and draws OUT/load, and OUT/fill: who occupies which stage at which timestep, of the load that
     yields the most tokens per timestep.
     """
-    settings = offered.settings() if where.llama_cpp is None else offered.settings() | {"policies": (POLICY,)}
-    config = configured(**settings, sampling=asked.sampling, seed=drawing.seed)
+    config = configured(**offered.settings(), sampling=asked.sampling, seed=drawing.seed)
     make_directory(out)
     request = config.request(drawing.raw_prompts)
-    if where.llama_cpp is None and where.preset is None:
-        raise UserError("where? give --preset NAME, or --llama-cpp FILE")
-    if where.llama_cpp is not None:
-        refuse_flags(_OF_THE_REPLAY, "--llama-cpp is a place of its own: leave this out")
-        place: OnReplay | OnLlamaCpp = OnLlamaCpp(where.llama_cpp)
-    else:
-        place = OnReplay(where.shape(asked.config, asked.pair, own_work=drawing.own_work), where.recording, request)
+    place = OnReplay(where.shape(asked.config, asked.pair, drawing.own_work), where.recording, request)
     conversations, intruder = _conversations(where, offered, asked, config, place, request)
     loads = []
     with ProgressBar() as bar:
         for measured in bench_load(config, place, conversations, bar):
             if intruder is not None:
-                measured.row["intruder"] = disturbed(measured, place, intruder)
+                measured.row["intruder"] = disturbed(measured.load, measured.outcome, place, intruder)
             append_rows(out / ROWS_FILE, [measured.row])
             loads.append(measured)
     rows = [one.row for one in loads]
@@ -154,21 +132,20 @@ def _conversations(
     where: ReplayFlags,
     offered: LoadFlags,
     asked: BenchPromptFlags,
-    config: ReplayedLoadConfig,
-    place: OnReplay | OnLlamaCpp,
+    config: LoadConfig,
+    place: OnReplay,
     request: PromptRequest,
 ) -> tuple[list[Conversation], Conversation | None]:
     """Those of the longest load, and the intruder."""
     intruder = None
-    if isinstance(place, OnReplay):
-        if config.intruder is not None:
-            (intruder,) = random_prompts(config.intruder, place.vocabulary, request, 1, config.seed + 1)
-        if where.random_tokens is not None:
-            refuse_flags(("system_prompt",), "has text, and --random prompts have none")
-            drawn = random_prompts(where.random_tokens, place.vocabulary, request, config.most, config.seed, config.turns)
-            return drawn, intruder
-        if not place.is_recording:
-            raise UserError("give --recording DIR, where the target's answers are kept, or --random N")
+    if config.intruder is not None:
+        (intruder,) = random_prompts(config.intruder, place.vocabulary, request, 1, config.seed + 1)
+    if where.random_tokens is not None:
+        refuse_flags(("system_prompt",), "has text, and --random prompts have none")
+        drawn = random_prompts(where.random_tokens, place.vocabulary, request, config.most, config.seed, config.turns)
+        return drawn, intruder
+    if where.recording is None:
+        raise UserError("give --recording DIR, where the target's answers are kept, or --random N")
     drawn = drawn_in_turn(place.prompter, asked.prompt_sets(), request, config.most, config.seed, config.turns)
     return led_by(offered.system_text(), drawn, place.prompter), intruder
 

@@ -14,16 +14,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated
 
 import torch
 
+from benchmarks.load.offered import Arrivals, AtTimes, Conversation, OfferedLoad
+from benchmarks.load.results import LoadOutcome, ServedRequest
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import ReplayedAnswer, ReplayedPipeline, WatchedExperience
-from pipedec.bench.load.benchmark import LoadConfig, MeasuredLoad, Place
-from pipedec.bench.load.offered import Arrivals, AtTimes, Conversation, OfferedLoad, Pattern, Policy
-from pipedec.bench.load.results import LoadOutcome, ServedRequest
-from pipedec.bench.options import DrawnPrompt, Positive
+from pipedec.bench.options import DrawnPrompt
+from pipedec.bench.policy import Policy
 from pipedec.bench.record import Row, plain
 from pipedec.bench.sweep.pipelines import Shape, pair_digest
 from pipedec.config import Settings
@@ -34,48 +33,17 @@ from pipedec.decoding.controller import CHILDREN
 from pipedec.engine.build import load_drafter, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
-from pipedec.flags import Help
 from pipedec.kv import KVManager
 from pipedec.messages.request import PromptRequest
 from pipedec.text.prompt import Prompter
 
 
-@dataclass(frozen=True)
-class ReplayedLoadConfig(LoadConfig):
-    """A load on recorded answers. Raises UserError as ``LoadConfig``, or if the number of other requests is not fixed.
-
-    With ``intruder`` each load is offered a second time, with that prompt; the row then has the field ``intruder``.
-    """
-
-    intruder: Annotated[
-        Positive | None, Help("One more prompt of N random tokens arrives when all others have begun.")
-    ] = None  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.intruder is not None and self.turns > 1:
-            raise UserError("--intruder needs others that are submitted once: leave out --turns")
-        if self.intruder is not None and any(pattern.concurrency is None for pattern in self.patterns):
-            raise UserError("--intruder needs a fixed number of others: give --concurrency, and no --rate")
-
-    def count(self, pattern: Pattern) -> int:
-        """Conversations of a load; with an intruder, those beside it."""
-        return super().count(pattern) if self.intruder is None else pattern.concurrency or 1
-
-    @property
-    def runs(self) -> int:
-        """Answers of all loads."""
-        if self.intruder is None:
-            return super().runs
-        return sum(2 * self.count(pattern) + 1 for pattern in self.patterns) * len(self.policies) * len(self.max_num_seqs)
-
-
-def disturbed(measured: MeasuredLoad, place: Place, intruder: Conversation) -> Row:
-    """Offer the same load once more, with the intruder. Returns the row's field ``intruder``."""
-    others = measured.load.conversations
-    begun = max(one.events[0][0] for one in measured.outcome.served)
-    load = replace(measured.load, conversations=[*others, intruder], arrivals=AtTimes([0.0] * len(others) + [begun]))
-    return disturbance(measured.outcome, place.offer(load))
+def disturbed(load: OfferedLoad, alone: LoadOutcome, place: OnReplay, intruder: Conversation) -> Row:
+    """Offer a load once more, with the intruder; ``alone`` is the outcome without it. Returns the row's field ``intruder``."""
+    others = load.conversations
+    begun = max(one.events[0][0] for one in alone.served)
+    together = replace(load, conversations=[*others, intruder], arrivals=AtTimes([0.0] * len(others) + [begun]))
+    return disturbance(alone, place.offer(together))
 
 
 def disturbance(alone: LoadOutcome, disturbed: LoadOutcome) -> Row:
@@ -263,13 +231,11 @@ def kv_use(slots: Sequence[int], capacity: int, slot_bytes: int) -> Row:
     }  # fmt: skip
 
 
-class OnReplay(Place):
+class OnReplay:
     """Recorded answers through an emulated pipeline, in computed time. Missing answers are recorded by the target itself.
 
     ``recording`` keeps answers and the draft's candidates; None keeps nothing, for random prompts.
     """
-
-    clock = "computed"
 
     def __init__(self, shape: Shape, recording: Path | None, asked: PromptRequest) -> None:
         self._spec = shape.spec
@@ -280,15 +246,15 @@ class OnReplay(Place):
         self.prompter: Prompter = load_prompter(shape.spec)
         self.cluster = {"preset": shape.preset, **shape.cluster}
 
-    @property
-    def is_recording(self) -> bool:
-        return self._recording is not None
-
     @cached_property
     def vocabulary(self) -> int:
         return model_config(self._spec.target).vocab_size
 
     def offer(self, load: OfferedLoad) -> LoadOutcome:
+        """Offer a load. The turns of a conversation follow one another as soon as they are answered.
+
+        Raises UserError if the pipeline cannot decode by the load's policy.
+        """
         emulation = self._spec.emulation
         assert emulation is not None
         jobs = self._jobs(load.conversations, load.policy)

@@ -18,7 +18,7 @@ from benchmarks.policy.calibration import Observed, by_kind, differences, observ
 from benchmarks.policy.opponents import OPPONENTS
 from benchmarks.policy.rivals import RIVALS, RivalFigures, find_rivals, with_rivals
 from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study, compare, document
-from pipedec.bench.load.offered import Policy
+from pipedec.bench.policy import Policy
 from pipedec.bench.record import ROWS_FILE, Row, check_writable, read_records
 from pipedec.bench.sweep.rows import SCHEMA, read_rows
 from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, question_options

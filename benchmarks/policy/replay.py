@@ -6,11 +6,13 @@ much later its row entered than the row before it, and why. All else is real: lo
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +20,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from benchmarks.policy.recording import RecordedDrafter
-from pipedec.bench.overhead.null_rank import no_layers, sequence_of
 from pipedec.core.completion import Metrics
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
@@ -32,10 +33,11 @@ from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
 from pipedec.kv import KVManager
-from pipedec.model import KVCache
+from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.emulation import Emulation
 from pipedec.stage import StageWorker
 from pipedec.stage.final import FinalLane, FinalStageWorker, SlotTokens
+from pipedec.threads import NewSequence, replay
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.topology import Topology
 from pipedec.tree import Advance
@@ -52,6 +54,41 @@ class KnownAnswer:
 
 
 AnswerOf = Callable[[int, NewRequest], KnownAnswer]
+
+
+class _NoLayers:
+    """Stands in for a ``StageModel``: a model of no layers, whose activations are zeros."""
+
+    config = SimpleNamespace(vocab_size=1)
+
+    def make_pool(self, slots: int, block: int) -> KVPool:
+        return _EmptyPool((), torch.float32, slots, block)
+
+    def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
+        for lane in lanes:
+            lane.append()
+        return torch.zeros(len(inputs), 1)
+
+
+class _EmptyPool(KVPool):
+    """Any number of slots that hold nothing."""
+
+    def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
+        """There is nothing to copy."""
+
+
+_NO_LAYERS = cast(StageModel, _NoLayers())
+
+
+def sequence_of(opening: NewRequest, max_tokens: int = sys.maxsize) -> NewSequence:
+    """Makes sequences that begin with the output of ``opening`` and end after ``max_tokens`` tokens."""
+
+    def new_sequence() -> ThreadSequence:
+        sequence = ThreadSequence(opening.prompt_length, (), max_tokens)
+        replay(sequence, opening.output_token_ids)
+        return sequence
+
+    return new_sequence
 
 
 class _NoTokens(SlotTokens):
@@ -102,7 +139,7 @@ class AnsweringStage(FinalStageWorker):
     """
 
     def __init__(self, answer_of: AnswerOf, now: Callable[[], int], slots: int, block: int = 16, stage: int = 1) -> None:
-        super().__init__(no_layers(), sequence_of, slots=slots, block=block, stage=stage)
+        super().__init__(_NO_LAYERS, sequence_of, slots=slots, block=block, stage=stage)
         self._answer_of = answer_of
         self._now = now
 
@@ -269,7 +306,7 @@ class ReplayedPipeline:
         scheduler.draft_rounds.time_forward = recorder.drafting
         scheduler.now = self.clock.seconds
         slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages
-        workers = [StageWorker(no_layers(), sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
+        workers = [StageWorker(_NO_LAYERS, sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
         self._stages = LocalStages(workers, topology, recorder, self.clock)
         self._answers: dict[int, ReplayedAnswer] = {}

@@ -13,7 +13,7 @@ import numpy as np
 from pandas import DataFrame
 
 from benchmarks.policy.study import PolicyFigures
-from pipedec.bench.load.offered import Policy
+from pipedec.bench.policy import Policy
 from pipedec.bench.record import Row
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD

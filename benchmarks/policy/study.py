@@ -21,8 +21,8 @@ from pandas import Categorical, DataFrame
 
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
-from pipedec.bench.load.offered import Policy, limits
 from pipedec.bench.options import Drawing, DrawnPrompt, Preset, StageCount, draw
+from pipedec.bench.policy import Policy
 from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.bench.report.frames import SUMS, totals
 from pipedec.bench.sweep.config import TUNED
@@ -41,7 +41,7 @@ from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help, check_fields
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
-from pipedec.methods import applicable_options
+from pipedec.methods import METHODS, applicable_options
 from pipedec.text.prompt import Prompter
 
 
@@ -253,7 +253,7 @@ def _case(one: PolicyAnswer, *pipeline: Any) -> str:
 
 def _case_of_row(row: Row) -> str:
     method = "stpp" if row["method"] == TUNED else row["method"]
-    tree = plain(applicable_options(method, row["tree"] or {})) if method in limits() else {}
+    tree = plain(applicable_options(method, row["tree"] or {})) if method in METHODS else {}
     sampling = {**plain(SamplingParams()), **row["sampling"]}  # rows of earlier versions have fewer parameters
     pipeline = row["preset"], row["cluster"], row["pair"].get("digest"), sampling
     question = row["prompt_set"], row["prompt_index"], row.get("prompt_tokens"), row["output_tokens"]

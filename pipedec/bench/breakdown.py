@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from pipedec.topology import Topology
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 PHASES = ("compute", "wait", "transfer", "sync", "scheduler")
@@ -41,18 +40,6 @@ def breakdown(events: Iterable[TraceEvent], num_stages: int) -> dict[str, float]
         if number + 1 in starts
     ]
     return {name: fmean(part[name] for part in parts) / 1000 for name in PHASES} if parts else None
-
-
-def slowest_compute_ms(events: Iterable[TraceEvent], topology: Topology) -> float | None:
-    """The forwards of the slowest group in a timestep, in ms: mean over the timesteps of one traced answer; None if it has none.
-
-    The stages of a group compute one after another, the groups at the same time.
-    """
-    spent: dict[int, list[int]] = defaultdict(lambda: [0] * topology.num_groups)
-    for event in events:
-        if event.rank > 0 and "F" in event.label and _number(event) > 0:
-            spent[_number(event)][topology.group_of(event.rank)] += event.end_us - event.start_us
-    return fmean(map(max, spent.values())) / 1000 if spent else None
 
 
 def _number(event: TraceEvent) -> int:

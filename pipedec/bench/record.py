@@ -23,7 +23,7 @@ import torch
 
 from pipedec import __version__
 from pipedec.config.environment import usable_cpus
-from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.errors import UserError
 from pipedec.engine.devices import processor_name
 
 Row = dict[str, Any]
@@ -111,11 +111,10 @@ def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:
     An unfinished last line is ignored: its writer was interrupted. Raises UserError if the file cannot be read, or a line is not
     JSON or of another schema.
     """
-    writer = f"pipedec bench {schema.removeprefix('pipedec.').partition('/')[0]}"
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file that {writer} wrote") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file of rows of {schema}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -124,11 +123,11 @@ def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:
         except (ValueError, RecursionError):
             if number == len(lines):
                 return
-            raise UserError(f"{path}, line {number}: not JSON; remove the line, or give a file that {writer} wrote") from None
+            raise UserError(f"{path}, line {number}: not JSON; remove the line, or give a file of rows of {schema}") from None
         found = record.get("schema") if isinstance(record, dict) else None
         if found != schema:
             problem = "no schema" if found is None else f"schema {found}"
-            raise UserError(f"{path}, line {number}: {problem}, not {schema}; give a file that {writer} wrote")
+            raise UserError(f"{path}, line {number}: {problem}, not {schema}; give another file")
         yield number, record
 
 
@@ -195,20 +194,6 @@ class Grid:
         self.rows.append(row)
         self._progress.row()
         return row
-
-
-class SameAnswers:
-    """Checks that the answers to a question are equal, by every method on every pipeline."""
-
-    def __init__(self) -> None:
-        self._first: dict[object, tuple[object, Row]] = {}
-
-    def check(self, question: object, answer: object, row: Row, name: str) -> None:
-        """Raise PipedecError unless ``answer`` is the first one that was given to ``question``, whose name is ``name``."""
-        expected, first = self._first.setdefault(question, (answer, row))
-        if answer != expected:
-            both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))
-            raise PipedecError(f"{both} gave different answers {name}: a defect (or a near tie, if not in float32)")
 
 
 def _git(*arguments: str) -> str | None:

@@ -130,11 +130,6 @@ def part_bytes(rows: RowFormat) -> int:
     return PREFIX_BYTES + PART_HEAD_BYTES + PART_ROWS * rows.row_bytes
 
 
-def message_bytes(num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Size of a step's rows in bytes: token ids, parents and threads, and the activations in their own data type."""
-    return num_rows * RowFormat(hidden_size, dtype).row_bytes
-
-
 def pack_hidden(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
     """Activations as bytes (uint8) on their device: a copy."""
     return _encoded(hidden_RE, wire_dtype).contiguous().flatten().view(torch.uint8).clone()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipedec.bench.breakdown import PHASES, breakdown, slowest_compute_ms
-from pipedec.topology import Topology
+from pipedec.bench.breakdown import PHASES, breakdown
 from pipedec.tracing import SCHEDULER_TRACK, TraceEvent
 
 
@@ -48,13 +47,3 @@ def test_inside_windows_every_stage_has_its_own_clock() -> None:
         {"compute": (20 + 10) / 2, "wait": (7 + 36) / 4, "transfer": 2 / 4, "sync": 1 / 4, "scheduler": 4 / 4}
     )
     assert tuple(parts) == PHASES
-
-
-def test_the_slowest_group_of_every_timestep() -> None:
-    events = [
-        event("1P0", -9, -1, 1), event("1F1", 0, 2, 1), event("2F1", 2, 5, 2), event("3F1", 0, 4, 3),
-        event("0F2", 5, 25), event("3F2", 5, 11, 3), event("1F2", 0, 99, SCHEDULER_TRACK),
-    ]  # fmt: skip
-    assert slowest_compute_ms(events, Topology(((1,), (2,), (3,)))) == pytest.approx((4 + 6) / 2)
-    assert slowest_compute_ms(events, Topology(((1, 2), (3,)))) == pytest.approx((5 + 6) / 2), "its stages follow one another"
-    assert slowest_compute_ms(events[:1], Topology(((1,),))) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.silent_progress import Silent
 
-from pipedec.bench.record import Grid, SameAnswers
+from pipedec.bench.record import Grid, append_rows, check_writable, header, revision
 from pipedec.core.errors import PipedecError, UserError
 
 SCHEMA = "pipedec.toy/1"
@@ -66,11 +66,14 @@ def test_rows_of_another_schema_are_refused(tmp_path: Path) -> None:
         Grid(SCHEMA, tmp_path, Silent())
 
 
-def test_answers_to_a_question_are_equal() -> None:
-    same = SameAnswers()
-    rows = [{"method": method, "cluster": {"stages": stages}} for method, stages in (("pp", 1), ("bita", 2))]
-    same.check("first", [1, 2], rows[0], "to the first")
-    same.check("first", [1, 2], rows[1], "to the first")
-    same.check("second", [3], rows[1], "to the second")
-    with pytest.raises(PipedecError, match="bita on 2 stages and pp on 1 stages gave different answers to the first: a defect"):
-        same.check("first", [1, 3], rows[1], "to the first")
+def test_rows_are_appended_with_their_header_where_they_can_be_written(tmp_path: Path) -> None:
+    out = tmp_path / "figures.jsonl"
+    check_writable(out)
+    for number in (1, 2):
+        append_rows(out, [header("x", {"a": number})])
+    assert [line.count('"benchmark": "x"') for line in out.read_text().splitlines()] == [1, 1]
+    known = revision()
+    assert known == "unknown" or len(known.removesuffix("-dirty")) == 40
+    for place, words in ((tmp_path / "missing" / "x.jsonl", "no directory"), (tmp_path, "cannot be written")):
+        with pytest.raises(UserError, match=words):
+            check_writable(place)

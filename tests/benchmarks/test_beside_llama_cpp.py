@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner
 from support.gguf_files import byte_level_tokenizer, save_gguf
 from support.tiny_pair import Pair
 
 from benchmarks import llama_cpp
 from benchmarks.alternatives import LlamaCppContender, load_contenders
 from benchmarks.llama_cpp import LlamaCpp
-from benchmarks.load.__main__ import load
 from pipedec.config import Settings
 from pipedec.core.errors import UserError
 from pipedec.engine.build import resolve
@@ -34,16 +31,6 @@ def test_its_answers_are_counted(file: Path) -> None:
     answer = found.answer([1, 20, 30], 6)
     assert 0 < len(answer) <= 6 and found.answer([1, 20, 30], 6) == answer
     assert found.count.passes == 2 * len(answer)
-
-
-def test_its_slots_answer_a_load(file: Path, tmp_path: Path) -> None:
-    asked = ["--prompt", "The pipeline", "--prompt", "Natalia sold", "--raw-prompt", "--max-tokens", "5"]
-    flags = ["--llama-cpp", str(file), *asked, "--concurrency", "1,2", "--requests", "4", "--max-num-seqs", "2"]
-    flags += ["--out", str(tmp_path / "load")]
-    result = CliRunner().invoke(load, [*flags], catch_exceptions=False)
-    rows = [json.loads(line) for line in (tmp_path / "load" / "rows.jsonl").read_text().splitlines()]
-    assert "llama.cpp" in result.output and [row["policy"] for row in rows] == ["llama.cpp", "llama.cpp"]
-    assert all(len(row["served"]) == 4 and row["tokens_per_s"] > 0 for row in rows)
 
 
 def test_what_it_cannot_do_is_told(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

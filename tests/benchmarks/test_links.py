@@ -154,7 +154,7 @@ def test_hosts_that_cannot_be_made_are_no_failure(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--prompt", "a", "--chain", "pipedec:breadth=1"], "no limit 'breadth'"),
+        (["--prompt", "a", "--chain", "pipedec:breadth=1"], "no option 'breadth'"),
         (["--prompt", "a", "--delay-ms", "-1"], "--delay-ms"),
         (["--prompt", "a", "--beside", "nowhere"], "--beside nowhere: no checkout of pipedec"),
         (["--prompt", "a", "--llama-cpp", "."], "needs a target that is a GGUF file: give --target smollm2"),

@@ -11,8 +11,8 @@ import pytest
 from support.silent_progress import Silent
 from support.tiny_pair import Pair
 
+from benchmarks.load.offered import Policy
 from benchmarks.policy.study import PolicyAnswer, PolicyConfig, PolicyFigures, Study, compare, document
-from pipedec.bench.load.offered import Policy
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
 from pipedec.bench.sweep.pipelines import ModelPair as Models

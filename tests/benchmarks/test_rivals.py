@@ -11,9 +11,9 @@ from support.drafters import PROMPT, ScriptedDrafter, begun, rows
 from support.programs import Calls, caller
 from support.tiny_pair import Pair
 
+from benchmarks.load.offered import Policy
 from benchmarks.policy.__main__ import policy
 from benchmarks.policy.opponents import OPPONENTS, FlowSpecOptions
-from pipedec.bench.load.offered import Policy
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.verdict import Verdict

@@ -28,10 +28,10 @@ from benchmarks.skeleton import (
     read_skeleton,
     skeleton,
 )
+from benchmarks.threads.benchmark import bench_threads
+from benchmarks.threads.summary import anomalies, markdown, read_frame, speeds
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.bench.sweep.pipelines import emulated
-from pipedec.bench.threads.benchmark import bench_threads
-from pipedec.bench.threads.summary import anomalies, markdown, read_frame, speeds
 from pipedec.config import paper_cluster
 from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet

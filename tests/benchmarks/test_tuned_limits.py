@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.silent_progress import Silent
 
+from benchmarks.load.offered import Policy
 from benchmarks.policy.study import PolicyConfig, PolicyFigures, Study
-from pipedec.bench.load.offered import Policy
 from pipedec.config import paper_cluster
 from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet

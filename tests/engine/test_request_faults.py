@@ -10,12 +10,12 @@ from functools import cache
 from typing import Any
 
 import pytest
+from pipedec.decoding.request_state import RequestState
 from support.tiny_pair import Pair
 
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import batch
-from pipedec.decoding.request_state import RequestState
 from pipedec.drafting import DraftModel
 from pipedec.drafting.lane import DraftLane
 from pipedec.engine.local import LocalAnswer, LocalPipeline

@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from pipedec.decoding.request_state import POSITIONS, Tally
+from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, Counters, RunCounters
 from support.tiny_pair import Pair
 
 from pipedec.core.completion import Metrics
@@ -14,8 +16,6 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Batch, TimestepTiming
-from pipedec.decoding.request_state import POSITIONS, Tally
-from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, Counters, RunCounters
 from pipedec.engine.local import LocalPipeline
 from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, Timestep, Waits
 from pipedec.kv import KVManager

@@ -161,13 +161,6 @@ def _files(started: Started, state: Path, scratch: Path) -> Faces:
     answer = _output(started, "submit", *flags, "--json", "--logprobs", "1", "--trace", scratch / "trace.json")
     yield from _under("submit --json", shape_of(json.loads(answer), maps=("logprobs[]",)))
     yield from _under("trace", shape_of(json.loads((scratch / "trace.json").read_text())))
-    _output(
-        started, "bench", "load", "--running", "--method", "pp", "--prompt", PROMPT, "--max-tokens", "4", "--concurrency", "1",
-        "--requests", "1", "--out", scratch / "load",
-    )  # fmt: skip
-    (row,) = map(json.loads, (scratch / "load" / "rows.jsonl").read_text().splitlines())
-    del row["machine"]["gpu"]  # which few machines have
-    yield from _under("rows of bench load", shape_of(row))
 
 
 def _output(started: Started, *arguments: str | Path) -> str:

@@ -78,11 +78,12 @@ def stages(count: int, toy_count: int | None = None) -> Step:
 
     def commands(stages: int, methods: str, tokens: int, timesteps: int) -> tuple[Command, ...]:
         asked = "--methods", methods, "--prompt", PROMPT, "--max-tokens", str(tokens)
+        overhead = "--running --repeats 1 --out {folder}/overhead.jsonl --timesteps"
         computed = "bench sweep --cluster {folder}/cluster.yaml --preset all --clock computed --out {folder}/computed"
         return (
             pipedec("up --detach --transport gloo --device {device} --stages", str(stages)),
             pipedec("bench sweep --running --out {folder}/wall", *asked),
-            pipedec("bench overhead --running --repeats 1 --out {folder}/overhead.jsonl --timesteps", str(timesteps)),
+            ("{python}", "-m", "benchmarks.overhead", *overhead.split(), str(timesteps)),
             pipedec("down"),
             pipedec(computed, *asked),
         )

@@ -28,7 +28,7 @@ from pipedec.plan.partition import Measured, Plan, delay_by_sharing_ms, plan, ro
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, rank_places, spare_places
 from pipedec.plan.roofline import pass_time
 from pipedec.plan.table import plan_table
-from pipedec.transport.wire import RowFormat, message_bytes
+from pipedec.transport.wire import RowFormat
 
 PAPER = Path(__file__).resolve().parents[2] / "cluster.yaml"
 
@@ -194,8 +194,8 @@ def test_more_timesteps_in_flight_take_more_of_them_by_a_token_than_were_measure
 def test_rows_are_counted_as_the_transport_sends_them(paper: ClusterConfig) -> None:
     planned = plan(paper, "paper-14")
     assert planned.draft is not None
-    assert planned.draft.timing.row_bytes == message_bytes(1, 0, torch.float32)
-    assert planned.stages[0].timing.row_bytes == message_bytes(1, 8192, torch.float32)
+    assert planned.draft.timing.row_bytes == RowFormat(0, torch.float32).row_bytes
+    assert planned.stages[0].timing.row_bytes == RowFormat(8192, torch.float32).row_bytes
     assert planned.stages[-1].timing.row_bytes == 0
     rounded = plan(paper.for_partition("paper-14", {"wire_dtype": "int8"}))
     assert rounded.stages[0].timing.row_bytes == RowFormat(8192, torch.float32, torch.int8).row_bytes

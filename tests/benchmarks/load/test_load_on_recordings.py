@@ -105,9 +105,12 @@ def test_a_load_beyond_the_memory_pauses_and_answers_everybody(pair: Pair, tmp_p
     [
         (["--rate", "2", "--intruder", "9"], "--intruder needs a fixed number of others"),
         (["--concurrency", "2", "--turns", "2", "--intruder", "9"], "leave out --turns"),
-        (["--concurrency", "2"], "where? give --preset NAME"),
-        (["--concurrency", "2", "--preset", "paper-14"], "give --recording DIR"),
+        (["--concurrency", "2"], "give --recording DIR"),
+        ([], "no load: give --concurrency N or --rate R"),
+        (["--concurrency", "0"], "--concurrency must be at least 1, not 0"),
+        (["--concurrency", "2", "--goodput", "itl:3"], "--goodput itl:3: write ttft:MS or tpot:MS"),
+        (["--concurrency", "2", "--kv-tokens", "9"], "--kv-tokens must be at least 16, one block, not 9"),
     ],
 )
 def test_what_cannot_work_is_refused(tmp_path: Path, flags: list[str], message: str) -> None:
-    assert message in refusal(bench(None, tmp_path, *flags))
+    assert message in refusal(bench(None, tmp_path, "--preset", "paper-14", *flags))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.load.replayed import continued, disturbance, kv_use, random_prompts
-from pipedec.bench.load.results import LoadOutcome, ServedRequest
+from benchmarks.load.results import LoadOutcome, ServedRequest
 from pipedec.bench.options import DrawnPrompt
 from pipedec.messages.request import PromptRequest
 

@@ -16,12 +16,12 @@ from support.silent_progress import Silent
 from support.thread_models import THREAD_DIALECTS, Case, ThreadModels
 from support.tiny_pair import Pair
 
+from benchmarks.threads.__main__ import threads
+from benchmarks.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
+from benchmarks.threads.figures import FIGURES
+from benchmarks.threads.summary import combinations, document, markdown, read_frame, speeds, structures
 from pipedec.bench.report.figures import draw_figures
 from pipedec.bench.sweep.pipelines import ModelPair as Models
-from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
-from pipedec.bench.threads.figures import FIGURES
-from pipedec.bench.threads.summary import combinations, document, markdown, read_frame, speeds, structures
-from pipedec.cli.main import program
 from pipedec.config import paper_cluster
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.sampling import SamplingParams
@@ -161,11 +161,11 @@ def test_tables_and_pictures(whole: tuple[Path, list[dict[str, Any]]], tmp_path:
 
 def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_path: Path) -> None:
     """The tiny pair has no control tokens: it answers in one thread alone."""
-    flags = ["bench", "threads", "--preset", "paper-14", "--stages", "1,2", "--dialects", "none", "--prompt", "Who?"]
+    flags = ["--preset", "paper-14", "--stages", "1,2", "--dialects", "none", "--prompt", "Who?"]
     flags += ["--target", str(pair.target), "--draft", str(pair.draft), "--max-tokens", "4", "--out", str(tmp_path)]
     outputs = []
     for _ in range(2):
-        done = CliRunner().invoke(program, flags)
+        done = CliRunner().invoke(threads, flags)
         assert done.exit_code == 0, (done.output, done.exception)
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1] and "one thread" in outputs[0]
@@ -196,6 +196,6 @@ def test_refuses_a_target_without_control_tokens_and_rows_of_a_sweep(pair: Pair,
     with pytest.raises(UserError, match=r"\[Fork\]"):
         bench_threads(asked, PROMPTS, tmp_path / "empty", Silent())
     (tmp_path / "rows.jsonl").write_text('{"schema": "pipedec.sweep/1"}\n')
-    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/2; .* pipedec bench threads wrote"
+    message = r"line 1: schema pipedec.sweep/1, not pipedec.threads/2"
     with pytest.raises(UserError, match=message):
         bench_threads(asked, PROMPTS, tmp_path, Silent())

@@ -1,4 +1,4 @@
-"""``pipedec bench threads``: styles × methods × stage counts × prompts on emulated pipelines, one JSONL row per answer.
+"""``python -m benchmarks.threads``: styles × methods × stage counts × prompts on emulated pipelines, one JSONL row per answer.
 
 A style is one thread, the threads of a dialect, or one of another package. In one style every method and pipeline must generate
 the same answer. Each style has pipelines of its own, so that a method learns from answers of one kind only; an interruption loses
@@ -16,8 +16,9 @@ from typing import Annotated
 
 from msgspec.structs import replace
 
+from benchmarks.output import SameAnswers
 from pipedec.bench.options import Drawing, Preset, StageCounts, draw
-from pipedec.bench.record import Grid, Row, SameAnswers, SweepProgress, key_of, plain
+from pipedec.bench.record import Grid, Row, SweepProgress, key_of, plain
 from pipedec.bench.report.style import BASELINE
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig

@@ -1,4 +1,4 @@
-"""``pipedec bench threads``: the speed-up by decode threads, with speculation and without."""
+"""``python -m benchmarks.threads``: the speed-up by decode threads, with speculation and without."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import click
 
-from pipedec.bench.threads.benchmark import ThreadsConfig, bench_threads
-from pipedec.bench.threads.figures import FIGURES
-from pipedec.bench.threads.summary import document, markdown, read_frame
+from benchmarks.threads.benchmark import ThreadsConfig, bench_threads
+from benchmarks.threads.figures import FIGURES
+from benchmarks.threads.summary import document, markdown, read_frame
 from pipedec.cli.benchmarks import shared
 from pipedec.cli.benchmarks.plot import draw_all
 from pipedec.directories import reference_threads
-from pipedec.flags import own_options, partial_of
+from pipedec.flags import own_options, partial_of, run_command
 
 
 @click.command()
@@ -45,3 +45,7 @@ def measure_threads(
         frame = read_frame(bench_threads(config, prompt_sets, out, bar))
     shared.write_summary(out, markdown(frame, about, papers), document(frame))
     draw_all({"": frame}, out, FIGURES, None, may_be_none=True)
+
+
+if __name__ == "__main__":
+    run_command(threads)

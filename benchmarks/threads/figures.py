@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pandas import DataFrame
 
+from benchmarks.threads.summary import COMBINATIONS, FORKED, combinations, quartets
 from pipedec.bench.record import Row
 from pipedec.bench.report import style
 from pipedec.bench.report.figures import Draw
 from pipedec.bench.report.frames import NoFigure
 from pipedec.bench.report.style import method_looks, shade
-from pipedec.bench.threads.summary import COMBINATIONS, FORKED, combinations, quartets
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

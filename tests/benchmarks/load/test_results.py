@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipedec.bench.load.results import Goals, LoadOutcome, ServedRequest, load_figure, steady_throughput
+from benchmarks.load.results import Goals, LoadOutcome, ServedRequest, load_figure, steady_throughput
 
 
 def served(submitted: float, *events: tuple[float, int], ended: float | None = None, refused: str | None = None) -> ServedRequest:
@@ -66,7 +66,7 @@ def test_steady_throughput_counts_while_the_load_is_full() -> None:
 
 def test_the_figure_has_a_panel_for_each_measure_and_a_line_for_each_policy() -> None:
     figures = LoadOutcome((FAST, SLOW)).figures(2, Goals())
-    run = {"cluster": {"preset": "paper-14", "stages": 14}, "clock": "computed", "version": "1", "revision": "0" * 12}
+    run = {"cluster": {"preset": "paper-14", "stages": 14}, "version": "1", "revision": "0" * 12}
     rows = [
         {**run, **figures, "method": method, "policy": method, "max_num_seqs": 4, "pattern": {"rate": None, "concurrency": load}}
         for method in ("pp", "pipedec")

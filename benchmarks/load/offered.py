@@ -9,17 +9,14 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, cycle, islice, zip_longest
-from typing import Any
 
 from msgspec import structs
 
 from pipedec.bench.options import DrawnPrompt, Tokenizes, draw
-from pipedec.bench.record import Row, plain
+from pipedec.bench.policy import Policy
 from pipedec.core.errors import UserError
-from pipedec.core.request import MethodOptions
 from pipedec.data import PromptSet
 from pipedec.messages.request import PromptRequest
-from pipedec.methods import METHODS, make_options, option_rules
 
 Conversation = tuple[DrawnPrompt, ...]  # the user's text of each turn, as if it were the first
 
@@ -103,35 +100,6 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Policy:
-    """A method with its options; ``name`` is the user's text, like ``pipedec-bestfirst:width=64``."""
-
-    name: str
-    method: str
-    options: MethodOptions
-
-    @classmethod
-    def parse(cls, text: str, flag: str = "--policy") -> Policy:
-        """``METHOD[:KEY=VALUE,…]``, like ``pipedec-bestfirst:width=64,proposers=draft+ngrams``.
-
-        Raises UserError if the text is not of this form, or the method has no such limit.
-        """
-        method, _, settings = text.partition(":")
-        known = limits()
-        if method not in known:
-            raise UserError(f"{flag} {text}: unknown method {method!r}; choose one of {', '.join(known)}")
-        try:
-            return cls(text, method, make_options(method, dict(_limit(method, each) for each in settings.split(",") if each)))
-        except UserError as error:
-            raise UserError(f"{flag} {text}: {error}") from None
-
-    @property
-    def limits(self) -> Row:
-        """The method's options, defaults included."""
-        return plain(self.options)
-
-
-@dataclass(frozen=True)
 class OfferedLoad:
     """One load by one method, of at most ``max_num_seqs`` requests in the pipeline; ``on_end`` is called after each answer."""
 
@@ -140,37 +108,6 @@ class OfferedLoad:
     arrivals: Arrivals
     max_num_seqs: int
     on_end: Callable[[], None]
-
-
-def parse_policies(texts: Sequence[str], flag: str) -> tuple[Policy, ...]:
-    """The policies of a repeated flag, whose texts are ``NAME,…`` or one ``NAME:KEY=VALUE,…``.
-
-    Raises UserError for an unknown method or option, or a policy that is given twice.
-    """
-    specs = [spec for text in texts for spec in ([text] if ":" in text else text.split(","))]
-    if len(set(specs)) < len(specs):
-        raise UserError(f"{flag} {','.join(specs)}: one of them is given twice")
-    return tuple(Policy.parse(spec, flag) for spec in specs)
-
-
-def limits() -> dict[str, tuple[str, ...]]:
-    """The options of each method. BiTA is left out: no recording has the proposals of its mask rows."""
-    return {name: entry.option_names for name, entry in METHODS.items() if not entry.needs_bita}
-
-
-def _limit(method: str, setting: str) -> tuple[str, Any]:
-    name, _, value = setting.partition("=")
-    known = METHODS[method].option_names
-    if name not in known:
-        raise UserError(f"{method} has no limit {name!r}; it has {', '.join(known) or 'none'}")
-    if name == "proposers":
-        return name, tuple(value.split("+"))
-    if option_rules(METHODS[method].options)[name].choices:
-        return name, value
-    try:
-        return name, int(value)
-    except ValueError:
-        raise UserError(f"{name} must be a whole number, not {value!r}") from None
 
 
 def drawn_in_turn(
@@ -201,9 +138,3 @@ def led_by(system_prompt: str, conversations: Iterable[Conversation], prompter: 
         token_ids = prompter.token_ids(request.prompt, request.raw, request.sampling.max_tokens)
         led.append((replace(first, request=request, token_ids=token_ids), *others))
     return led
-
-
-def continued_text(before: DrawnPrompt, answer: str, following: DrawnPrompt) -> DrawnPrompt:
-    """The prompt of the next turn: the whole conversation as text, and the user's next text."""
-    text = f"{before.request.prompt}{answer}\n{following.request.prompt}"
-    return replace(following, request=structs.replace(following.request, prompt=text))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from pipedec.bench.load.offered import Pattern
+from benchmarks.load.offered import Pattern
 from pipedec.bench.record import Row
 from pipedec.bench.report import style
 
@@ -106,7 +105,6 @@ class LoadOutcome:
         timesteps, rows: of the pipeline while any request was in it, and rows that entered; None if only its own rank 0 knows.
         own_seconds, kv: rank 0's own work in the timesteps; a row's field about the pools of KV memory; None likewise.
         fill: by timestep, for each group the requests and their numbers of rows there; empty if not recorded.
-        overran: share of the answers' timesteps in which real work took longer than its emulated time.
     """
 
     served: tuple[ServedRequest, ...]
@@ -114,7 +112,6 @@ class LoadOutcome:
     rows: int | None = None
     own_seconds: float | None = None
     fill: Sequence[Sequence[dict[int, int]]] = field(default=(), repr=False)
-    overran: float = 0.0
     kv: Row | None = None
 
     def figures(self, concurrency: int | None, goals: Goals) -> Row:
@@ -135,7 +132,6 @@ class LoadOutcome:
             "rows_per_timestep": _ratio(self.rows or None, self.timesteps),
             "own_ms_per_timestep": _ratio(1000 * self.own_seconds if self.own_seconds else None, self.timesteps),
             "tokens_per_timestep": _ratio(tokens, self.timesteps),
-            "overran": round(self.overran, 4),
             "pauses": sum(one.pauses for one in self.served),
             "kv": self.kv,
             "turns": self._turns(),
@@ -195,9 +191,8 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
 
 def load_table(rows: Sequence[Row]) -> Table:
     """One line per method and load; below the lines goodput, refusals, memory and turns."""
-    cluster, clock = rows[0]["cluster"], rows[0]["clock"]
-    name = f"{cluster['preset']}, emulated" if cluster.get("preset") else f"run {cluster.get('run')}"
-    title = f"Load on {name} ({_stages(cluster)}), times {clock}"
+    cluster = rows[0]["cluster"]
+    title = f"Load on {cluster['preset']}, emulated ({cluster['stages']} stages), times computed"
     caption = "\n".join(note for row in rows for note in _notes(row))
     table = style.terminal_table(title, ("load", "method", *_COLUMNS), ("load", "method"), caption)
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
@@ -219,10 +214,6 @@ def load_table(rows: Sequence[Row]) -> Table:
 def row_name(row: Row) -> str:
     """The load and the method of a row."""
     return f"{Pattern(**row['pattern']).label}, {row['policy']}"
-
-
-def _stages(cluster: Row) -> str:
-    return f"{cluster['stages']} stages" + (", single tasks" if cluster.get("dispatch") == "tasks" else "")
 
 
 def _notes(row: Row) -> list[str]:
@@ -286,13 +277,6 @@ def load_figure(rows: Sequence[Row], title: str | None = None) -> Figure | None:
 
 def provenance(rows: Sequence[Row]) -> str:
     """Cluster, clock and version of the rows, for small print."""
-    row = rows[0]
-    cluster = row["cluster"]
-    name = cluster.get("preset") or f"run {cluster.get('run')}"
-    clock = f"{'emulated, ' if cluster.get('preset') else ''}times {row['clock']}"
-    return f"{name} ({_stages(cluster)}), {clock}, pipedec {row['version']} {row['revision'][:8]}"
-
-
-def draw(figures: dict[str, Figure | None], out: Path) -> list[Path]:
-    """Write the figures, except those that are None, into the directory ``out``. Raises UserError if that fails."""
-    return [path for name, figure in figures.items() if figure is not None for path in style.save(figure, out / name)]
+    row, cluster = rows[0], rows[0]["cluster"]
+    place = f"{cluster['preset']} ({cluster['stages']} stages), emulated"
+    return f"{place}, times computed, pipedec {row['version']} {row['revision'][:8]}"

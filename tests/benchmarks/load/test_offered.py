@@ -1,4 +1,4 @@
-"""Loads: when requests are submitted, methods with options as a command line gives them, prompts and conversations."""
+"""Loads: when requests are submitted, prompts and conversations."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from pipedec.bench.load.offered import AtTimes, Pattern, Policy, continued_text, drawn_in_turn, led_by, parse_policies
+from benchmarks.load.offered import AtTimes, Pattern, drawn_in_turn, led_by
 from pipedec.core.errors import UserError
 from pipedec.data import PromptSet
 from pipedec.messages.request import PromptRequest
-from pipedec.methods import BestFirstOptions, PlainOptions, StaticTreeOptions
 
 
 def test_a_fixed_number_is_always_unfinished() -> None:
@@ -47,35 +46,6 @@ def test_impossible_loads_are_refused() -> None:
         Pattern(rate=0.0)
 
 
-def test_policies_as_text() -> None:
-    for text, method, options in (
-        ("pp", "pp", PlainOptions()),
-        ("stpp:width=8,children=2,depth=3,rows=9", "stpp", StaticTreeOptions(8, 2, 3, 9)),
-        ("pipedec-bestfirst:proposers=draft+ngrams", "pipedec-bestfirst", BestFirstOptions(proposers=("draft", "ngrams"))),
-    ):
-        assert Policy.parse(text) == Policy(text, method, options)  # type: ignore[arg-type]
-    found = parse_policies(["pp,stpp", "pipedec:width=4,children=2"], "--method")
-    assert [one.name for one in found] == ["pp", "stpp", "pipedec:width=4,children=2"]
-    with pytest.raises(UserError, match="--method pp,pp: one of them is given twice"):
-        parse_policies(["pp", "pp"], "--method")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("warp", "--policy warp: unknown method 'warp'; choose one of pp, "),
-        ("pp:width=3", "--policy pp:width=3: pp has no limit 'width'; it has none"),
-        ("pipedec:forwards=2", "pipedec has no limit 'forwards'; it has width, children"),
-        ("pipedec:width", "width must be a whole number, not ''"),
-        ("pipedec:width=0", "--policy pipedec:width=0: width: must be between 1 and 512, not 0"),
-        ("pipedec-bestfirst:proposers=oracle", "proposers: must be one or more of draft, ngrams, not oracle"),
-    ],
-)
-def test_refuses_policies_that_are_none(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Policy.parse(text)
-
-
 ASKED = PromptRequest("", raw=True)
 SETS = [PromptSet("a", tuple(f"a{n}" for n in range(5))), PromptSet("b", ("b0", "b1", "b2"))]
 
@@ -107,8 +77,3 @@ def test_a_system_prompt_leads_the_first_turn() -> None:
     assert not second.request.prompt.startswith("Hi")
     with pytest.raises(UserError, match="too long"):
         led_by("Much longer: ", [(first,)], Words())
-
-
-def test_as_text_it_goes_on_in_a_new_line() -> None:
-    ((one, other),) = drawn_in_turn(Words(), SETS[1:], ASKED, 1, seed=0, turns=2)
-    assert continued_text(one, " yes.", other).request.prompt == f"{one.request.prompt} yes.\n{other.request.prompt}"

@@ -1,0 +1,1 @@
+"""Answers in one decode thread and in several, with speculation and without."""

@@ -1,1 +1,0 @@
-"""``pipedec bench overhead``: the fixed cost of a timestep."""
