@@ -30,12 +30,13 @@ from pipedec.config import AUTO, Settings
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.data import read_prompts
 from pipedec.engine.build import DTYPES, load_drafter, new_scheduler, resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
 from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel, load_transformers

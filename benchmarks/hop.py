@@ -30,7 +30,8 @@ from pipedec.bench.record import Row, check_writable, header
 from pipedec.cluster.network import interface_address
 from pipedec.core.errors import UserError
 from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.core.values import check_fields
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.transport.rendezvous import Rendezvous, Store, StoreServer, join_store
 from pipedec.transport.torch_distributed import TorchTransport
 from pipedec.transport.wire import pack_message

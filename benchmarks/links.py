@@ -35,9 +35,10 @@ from pipedec.config import AUTO, NONE
 from pipedec.config.cluster import cluster_from
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.request import DEFAULT_METHOD
+from pipedec.core.values import check_fields
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.families import model_config
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.gguf import is_gguf, is_named, located
 from pipedec.plan.partition import Measured as MeasuredTimes
 from pipedec.plan.partition import plan

@@ -24,7 +24,8 @@ from pipedec.cli.show import console
 from pipedec.client.running import Running
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.core.values import check_fields
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.messages.request import PromptRequest
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent

@@ -25,9 +25,10 @@ from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_direct
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.values import check_fields
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
-from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
+from pipedec.flags import Help, own_options, partial_of, run_command
 from pipedec.methods import METHOD_NAMES, find_method
 from pipedec.text.prompt import Prompter
 

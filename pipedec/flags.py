@@ -2,8 +2,8 @@
 
 An option's name, type, range, default and help are written once.
 
-A field ``max_seqs: Annotated[int, Meta(ge=1), Help("Queue limit.")] = 64`` becomes ``--max-seqs N``. ``check_fields`` applies the
-same ranges to objects that are made without a command line. Knows click, but no command and no setting.
+A field ``max_seqs: Annotated[int, Meta(ge=1), Help("Queue limit.")] = 64`` becomes ``--max-seqs N``. Values are
+checked as those of files are (``core.values``). Knows click, but no command and no setting.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from __future__ import annotations
 import functools
 import inspect
 import io
-import math
 import sys
-import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
-from msgspec import Meta
 
-from pipedec.core.errors import PipedecError, UserError
+from pipedec.core.errors import BadValue, PipedecError, UserError
+from pipedec.core.values import choices, members, range_of, value_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command
@@ -44,7 +42,6 @@ class Help:
         repeated: each use of the option adds an entry to a tuple; otherwise a tuple is written with commas.
         hidden: not listed by ``--help``.
         variables: environment variables that are read where the option is not given.
-        choices: of a text, where the annotation has no ``Literal`` of them.
     """
 
     text: str
@@ -53,7 +50,6 @@ class Help:
     repeated: bool = False
     hidden: bool = False
     variables: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
 
 
 def options_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
@@ -69,7 +65,7 @@ def own_options(command: Command) -> Command:
     """Decorate a command with an option for each of its parameters that has a ``Help``."""
     hints, decorated = get_type_hints(command, include_extras=True), command
     for name, parameter in reversed(list(inspect.signature(command).parameters.items())):
-        note = next(_notes(hints[name], Help), None)
+        note = _help(hints[name])
         if note is not None:
             default = MISSING if parameter.default is parameter.empty else parameter.default
             decorated = option(name, hints[name], note, default)(decorated)
@@ -112,7 +108,7 @@ def option_fields(kind: type, only: Collection[str] | None = None, shows_default
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in fields(kind):
-        note = next(_notes(hints[field.name], Help), None)
+        note = _help(hints[field.name])
         if note is not None and (only is None or field.name in only):
             default = field.default_factory if field.default is MISSING else field.default
             if not shows_defaults and not isinstance(default, bool):
@@ -123,33 +119,19 @@ def option_fields(kind: type, only: Collection[str] | None = None, shows_default
 
 def option(name: str, hint: Any, note: Help, default: Any) -> Option:
     """The option of one field: its name, its annotated type, and its default; MISSING where it is required."""
-    members, meta = _members(hint), list(_notes(hint, Meta))
-    names = [name, note.flag or flag_name(name)]
-    if bool in members:
-        return _on_off(names, note, default) if note.metavar == ON_OFF else _switch(names, note, default)
-    inner = next((get_args(member)[0] for member in members if get_origin(member) is tuple), None)
-    settings: dict[str, Any] = {"help": note.text, "hidden": note.hidden, "envvar": note.variables or None}
-    if note.repeated:
-        kind, usual = _click_type(_members(inner), list(_notes(inner, Meta)), note.choices), _metavar(_members(inner))
-    else:
-        kind = _click_type(members, meta, note.choices)
-        usual = _metavar(members) if inner is None else f"{_metavar(_members(inner)) or 'NAME'},…"
-        if isinstance(default, tuple) and default:
-            default = ",".join(map(str, default))
+    names, entry, settings = [name, note.flag or flag_name(name)], _entry(hint), {"help": note.text, "hidden": note.hidden}
+    if any(kind is bool for kind, _ in members(hint)):
+        return _truth_option(names, note, default, settings)
+    one = entry if note.repeated else hint
+    usual = _metavar(one) if one is entry or entry is None else f"{_metavar(entry) or 'NAME'},…"
+    if isinstance(default, tuple) and default and not note.repeated:
+        default = ",".join(map(str, default))
     if default is MISSING:
-        settings["required"] = True
+        settings |= {"required": True}
     else:
         settings |= {"default": default, "show_default": default not in (None, ()) and not callable(default)}
-    return click.option(*names, type=kind, metavar=note.metavar or usual, multiple=note.repeated, **settings)
-
-
-def check_fields(values: Any) -> None:
-    """Raise UserError, with the option, for a field that is not None and outside the ranges and choices of its annotation."""
-    hints = get_type_hints(type(values), include_extras=True)
-    for field in fields(values):
-        note, value = next(_notes(hints[field.name], Help), Help("")), getattr(values, field.name)
-        if value is not None:
-            _check(note.flag or flag_name(field.name), hints[field.name], value, note.choices)
+    settings |= {"multiple": note.repeated, "envvar": note.variables or None, "metavar": note.metavar or usual}
+    return click.option(*names, type=_Value(one), cls=_RangedOption, **settings)
 
 
 def flag_name(name: str) -> str:
@@ -213,30 +195,32 @@ def _leave(message: str, status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _choices(members: list[Any], words: tuple[str, ...]) -> list[Any]:
-    return [*words, *(choice for member in members if get_origin(member) is Literal for choice in get_args(member))]
+def _entry(hint: Any) -> Any:
+    """The annotated type of a list's entries; None for other types."""
+    return next((get_args(kind)[0] for kind, _ in members(hint) if get_origin(kind) is tuple), None)
 
 
-def _metavar(members: list[Any]) -> str | None:
-    return None if str in members else "N" if int in members else "X" if float in members else None
+def _metavar(hint: Any) -> str | None:
+    kinds = [kind for kind, _ in members(hint)]
+    if all(get_origin(kind) is Literal for kind in kinds):
+        return f"[{'|'.join(choices(hint))}]"
+    return None if str in kinds else "N" if int in kinds else "X" if float in kinds else None
 
 
-def _switch(names: list[str], note: Help, default: bool) -> Option:
-    """An option without a value, which inverts the field's default; or a pair of them, which set it."""
+def _truth_option(names: list[str], note: Help, default: bool, settings: dict[str, Any]) -> Option:
+    """An option with the value on or off; a pair of options without one; or a single one, which inverts the default."""
+    if note.metavar == ON_OFF:
+        settings |= {"type": click.Choice(("on", "off")), "callback": lambda _context, _option, word: word == "on"}
+        return click.option(*names, default=on_off(default), show_default=True, metavar=ON_OFF, **settings)
     if "/" in names[1]:
-        return click.option(*names, default=default, show_default=True, help=note.text, hidden=note.hidden)
+        return click.option(*names, default=default, show_default=True, **settings)
     flag = note.flag or flag_name(f"no_{names[0]}" if default else names[0])
-    return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, help=note.text, hidden=note.hidden)
-
-
-def _on_off(names: list[str], note: Help, default: bool) -> Option:
-    """An option with the value on or off."""
-    return click.option(*names, type=_OnOff(), default=on_off(default), show_default=True, help=note.text, hidden=note.hidden)
+    return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, **settings)
 
 
 def is_on_off(hint: Any) -> bool:
     """Whether a field with this annotation has such an option."""
-    return any(note.metavar == ON_OFF for note in _notes(hint, Help))
+    return (note := _help(hint)) is not None and note.metavar == ON_OFF
 
 
 def on_off(value: bool) -> str:
@@ -244,113 +228,43 @@ def on_off(value: bool) -> str:
     return "on" if value else "off"
 
 
-def _click_type(members: list[Any], meta: list[Meta], words: tuple[str, ...] = ()) -> Any:
-    """The click type that checks a value against the ranges and choices of its annotation."""
-    lists = [member for member in members if get_origin(member) is tuple]
-    if lists:
-        inner = get_args(lists[0])[0]
-        listed = _List(_click_type(_members(inner), list(_notes(inner, Meta)), words))
-        return _WordOr(listed, own) if (own := _choices(members, ())) else listed
-    numbers = [member for member in members if member in (int, float)]
-    if choices := _choices(members, words):
-        return _WordOr(_click_type(numbers, meta), choices) if numbers else click.Choice(choices)
-    if str in members:
-        return click.STRING
-    low: Any = next((one.ge if one.ge is not None else one.gt for one in meta if one.ge is not None or one.gt is not None), None)
-    high: Any = next((one.le for one in meta if one.le is not None), None)
-    if int in members:
-        return click.IntRange(low, high) if (low, high) != (None, None) else click.INT
-    if float in members:
-        is_open = any(one.gt is not None for one in meta)
-        return click.FloatRange(low, high, min_open=is_open) if (low, high) != (None, None) else click.FLOAT
-    return click.Path(path_type=Path) if Path in members else click.STRING
+class _RangedOption(click.Option):
+    """An option whose help has the range of its number."""
+
+    def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
+        extra = super().get_help_extra(ctx)
+        assert isinstance(self.type, _Value)
+        return extra | {"range": words} if (words := range_of(self.type.hint)) else extra
 
 
-class _OnOff(click.ParamType):
-    """A truth value, written on or off."""
+class _Value(click.ParamType):
+    """The value of an annotated type, written as text: the entries of a list with commas between them."""
 
-    name = ON_OFF
+    name = "text"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return ON_OFF
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> bool:
-        if not isinstance(value, bool) and value not in ("on", "off"):
-            self.fail(f"{value!r} is neither on nor off", param, ctx)
-        return value if isinstance(value, bool) else value == "on"
-
-
-class _WordOr(click.ParamType):
-    """One of some words, or another value."""
-
-    name = "value"
-
-    def __init__(self, inner: click.ParamType, words: Collection[str]) -> None:
-        self._inner, self._words = inner, words
+    def __init__(self, hint: Any) -> None:
+        self.hint = hint
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value in self._words else self._inner.convert(value, param, ctx)
+        try:
+            return value_of(self.hint, _read(self.hint, value)) if isinstance(value, str) else value
+        except BadValue as error:
+            self.fail(str(error), param, ctx)
 
 
-class _List(click.ParamType):
-    """Values with commas between them."""
-
-    name = "list"
-
-    def __init__(self, inner: click.ParamType) -> None:
-        self._inner = inner
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        return tuple(self._inner.convert(part.strip(), param, ctx) for part in value.split(","))
+def _read(hint: Any, text: str) -> Any:
+    """The plain value that a text stands for; the text itself if it is none of its type."""
+    kinds = {kind for kind, _ in members(hint)}
+    for kind in (int, float, Path):
+        if kind in kinds:
+            with suppress(ValueError):
+                return kind(text)
+    if (entry := _entry(hint)) is None or text in choices(hint):
+        return text
+    return tuple(_read(entry, part.strip()) for part in text.split(","))
 
 
-def _check(flag: str, hint: Any, value: Any, words: tuple[str, ...] = ()) -> None:
-    """Raise UserError unless the annotations allow this value."""
-    members, meta = _members(hint), list(_notes(hint, Meta))
-    if isinstance(value, tuple):
-        if not value and any(one.min_length for one in meta):
-            raise UserError(f"{flag} must have at least one entry")
-        inner = next(get_args(member)[0] for member in members if get_origin(member) is tuple)
-        for entry in value:
-            _check(flag, inner, entry)
-        return
-    choices = _choices(members, words)
-    if value in choices:
-        return
-    if choices and not isinstance(value, int | float):
-        raise UserError(f"{flag} {value}: choose one of {', '.join(choices)}")
-    for one in meta:
-        if (one.ge is not None or one.gt is not None) and not math.isfinite(value):
-            raise UserError(f"{flag} must be a finite number, not {value}")
-        if one.gt is not None and value <= one.gt:
-            raise UserError(f"{flag} must be above {one.gt:g}, not {value}")
-        if one.le is not None and one.ge is not None and not one.ge <= value <= one.le:
-            raise UserError(f"{flag} must be between {one.ge:g} and {one.le:g}, not {value}")
-        if one.ge is not None and value < one.ge:
-            raise UserError(f"{flag} must be at least {one.ge:g}, not {value}")
-        if one.le is not None and value > one.le:
-            raise UserError(f"{flag} must be at most {one.le:g}, not {value}")
-
-
-def _members(hint: Any) -> list[Any]:
-    """The types that a value may have, without None and annotations."""
-    if get_origin(hint) is Annotated:
-        return _members(get_args(hint)[0])
-    if get_origin(hint) in (Union, types.UnionType):
-        return [one for member in get_args(hint) if member is not type(None) for one in _members(member)]
-    return [hint]
-
-
-_Note = TypeVar("_Note")
-
-
-def _notes(hint: Any, kind: type[_Note]) -> Iterator[_Note]:
-    """Notes of class ``kind`` in an annotation, outermost first; those of a tuple's entries are left out."""
-    if get_origin(hint) is Annotated:
-        yield from (note for note in hint.__metadata__ if isinstance(note, kind))
-        yield from _notes(get_args(hint)[0], kind)
-    elif get_origin(hint) in (Union, types.UnionType):
-        for member in get_args(hint):
-            yield from _notes(member, kind)
+def _help(hint: Any) -> Help | None:
+    """The note of an annotated type, or of a member of a union."""
+    notes = (*getattr(hint, "__metadata__", ()), *map(_help, get_args(hint)))
+    return next((note for note in notes if isinstance(note, Help)), None)

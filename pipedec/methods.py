@@ -6,102 +6,85 @@ Nothing here loads torch, because clients use this module, too.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
-from msgspec.structs import asdict, fields, force_setattr
+from msgspec import Meta
+from msgspec.structs import asdict, force_setattr
 
 from pipedec.core.errors import BadValue, UserError
 from pipedec.core.limits import KNEE_ROWS, MAX_FORWARDS
 from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
+from pipedec.core.values import field_hints, range_of, shortened, value_of
 
 MAX_ROWS = 512  # of one request that enter at one timestep
 MAX_DRAFTED_ROWS = 2048  # of one request that are drafted at one timestep
 MAX_CHOICES = 32_768  # of one request below the rows that it drafts at one timestep
 MAX_CHILDREN = 128
 MAX_DEPTH = 64
-PROPOSERS = ("draft", "ngrams")
-SHAPES = ("likeliest", "efficient", "straightforward", "full")
-TREE_SHAPES = ("layers", "eagle2", "opt-tree", "sequoia")
+Proposer = Literal["draft", "ngrams"]
+Shape = Literal["likeliest", "efficient", "straightforward", "full"]
+TreeShape = Literal["layers", "eagle2", "opt-tree", "sequoia"]
+PROPOSERS: tuple[Proposer, ...] = get_args(Proposer)
+SHAPES: tuple[Shape, ...] = get_args(Shape)
+TREE_SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
 MAX_PLANNED_ROWS = 256  # of a tree of the shape ``sequoia``
 Options = TypeVar("Options", bound=MethodOptions)
-
-_fields = functools.cache(fields)
 
 
 @dataclass(frozen=True)
 class Option:
-    """The help and the allowed values of an option, as an annotation of its field.
+    """How an option is shown, as an annotation of its field.
 
     Attributes:
         help: without a full stop.
-        at_most: maximum of a number, whose minimum is 1; 0 if it is none.
-        choices: allowed texts, or allowed entries of a list; empty for a number.
         default: the default in words, if the value alone is unclear.
     """
 
     help: str
-    at_most: int = 0
-    choices: tuple[str, ...] = ()
     default: str | None = None
 
 
-class _CheckedOptions(MethodOptions, frozen=True):
-    """Raises BadValue for a value that is not allowed."""
-
-    def __post_init__(self) -> None:
-        for item in _fields(type(self)):
-            name, option, value, default = item.name, get_args(item.type)[1], getattr(self, item.name), item.default
-            if value is None and default is None:
-                continue
-            if isinstance(default, tuple):
-                if not isinstance(value, list | tuple) or not value or not all(entry in option.choices for entry in value):
-                    raise BadValue(f"{name}: must be one or more of {', '.join(option.choices)}, not {_shown(value)}")
-                force_setattr(self, name, tuple(value))
-            elif option.choices and value not in option.choices:
-                raise BadValue(f"{name}: must be one of {', '.join(option.choices)}, not {_shown(value)}")
-            elif not option.choices and type(value) is not int:
-                raise BadValue(f"{name}: must be a whole number, not {_shown(value)}")
-            elif not option.choices and not 1 <= value <= option.at_most:
-                raise BadValue(f"{name}: must be between 1 and {option.at_most}, not {_shown(value)}")
+Rows = Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+Children = Annotated[int, Meta(ge=1, le=MAX_CHILDREN)]
+Depth = Annotated[int, Meta(ge=1, le=MAX_DEPTH)]
+Forwards = Annotated[int, Meta(ge=1, le=MAX_FORWARDS)]
+Proposers = Annotated[tuple[Proposer, ...], Meta(min_length=1), Option("Draft sources")]
 
 
-class PlainOptions(_CheckedOptions, frozen=True):
+class PlainOptions(MethodOptions, frozen=True):
     """``pp`` has no options."""
 
 
-class LayerTreeOptions(_CheckedOptions, frozen=True):
+class LayerTreeOptions(MethodOptions, frozen=True):
     """The limits of trees that grow by whole layers, with the paper's values (PipeDec §4.3.1)."""
 
-    width: Annotated[int, Option("Maximum rows per tree layer, w", MAX_ROWS)] = 32
-    children: Annotated[int, Option("Maximum children per row, c", MAX_CHILDREN)] = 16
+    width: Annotated[Rows, Option("Maximum rows per tree layer, w")] = 32
+    children: Annotated[Children, Option("Maximum children per row, c")] = 16
 
 
 class PipeDecOptions(LayerTreeOptions, frozen=True):
     """``pipedec``: one layer of the tree enters at every timestep."""
 
 
-class StaticTreeOptions(_CheckedOptions, frozen=True):
+class StaticTreeOptions(MethodOptions, frozen=True):
     """``stpp``: a whole tree enters in one timestep. What is None takes the default of the shape, if the shape uses it.
 
     ``rows`` are those below the root. With ``layers`` they are optional: only the most probable rows of the layers enter.
     """
 
-    width: Annotated[int | None, Option("Maximum rows per tree layer, w", MAX_ROWS, default="32, with layers")] = None
-    children: Annotated[int | None, Option("Maximum children per row, c", MAX_CHILDREN, default="16, 10 with eagle2")] = None
-    depth: Annotated[int | None, Option("Tree layers below the root", MAX_DEPTH, default="4, 6, 10 or 8 by shape")] = None
-    rows: Annotated[
-        int | None,
-        Option("Maximum tree size; keeps the most probable rows", MAX_ROWS, default="60, whole layers with layers"),
-    ] = None
-    shape: Annotated[str, Option("Shape of the static tree", choices=TREE_SHAPES)] = "layers"
+    width: Annotated[Rows | None, Option("Maximum rows per tree layer, w", "32, with layers")] = None
+    children: Annotated[Children | None, Option("Maximum children per row, c", "16, 10 with eagle2")] = None
+    depth: Annotated[Depth | None, Option("Tree layers below the root", "4, 6, 10 or 8 by shape")] = None
+    rows: Annotated[Rows | None, Option("Maximum tree size; keeps the most probable rows", "60, whole layers with layers")] = None
+    shape: Annotated[TreeShape, Option("Shape of the static tree")] = "layers"
     min_gain: Annotated[
-        int | None, Option("Percent of a token that one more layer of an opt-tree must bring", 100, default="10")
+        Annotated[int, Meta(ge=1, le=100)] | None,
+        Option("Percent of a token that one more layer of an opt-tree must bring", "10"),
     ] = None
-    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = ("draft",)
+    proposers: Proposers = ("draft",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -147,33 +130,35 @@ _SHAPE_DEFAULTS: dict[str, dict[str, int | None]] = {
 }
 
 
-class BestFirstOptions(_CheckedOptions, frozen=True):
+class BestFirstOptions(MethodOptions, frozen=True):
     """``pipedec-bestfirst``: options that are None are tuned while it decodes."""
 
-    width: Annotated[int | None, Option("Maximum rows per timestep, w", MAX_ROWS, default="auto-tuned")] = None
-    children: Annotated[int | None, Option("Maximum children per row, c", MAX_CHILDREN, default="auto-tuned")] = None
-    forwards: Annotated[int | None, Option("Draft forwards per timestep", MAX_FORWARDS, default="auto-tuned")] = None
-    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=PROPOSERS)] = PROPOSERS
+    width: Annotated[Rows | None, Option("Maximum rows per timestep, w", "auto-tuned")] = None
+    children: Annotated[Children | None, Option("Maximum children per row, c", "auto-tuned")] = None
+    forwards: Annotated[Forwards | None, Option("Draft forwards per timestep", "auto-tuned")] = None
+    proposers: Proposers = PROPOSERS
 
 
-class BitaOptions(_CheckedOptions, frozen=True):
+class BitaOptions(MethodOptions, frozen=True):
     """``bita``: the tree of candidates that the mask rows propose (BiTA §3.2, Table 4; ``likeliest`` is ours)."""
 
-    shape: Annotated[str, Option("Shape of the candidate tree", choices=SHAPES)] = "likeliest"
-    depth: Annotated[int | None, Option("Mask rows per group, at most those trained", MAX_DEPTH, default="all")] = None
-    children: Annotated[int | None, Option("Candidates per mask row", MAX_CHILDREN, default="16, 5 or 2 by shape")] = None
-    rows: Annotated[int, Option("Maximum size of a likeliest tree, mask rows included", MAX_ROWS)] = KNEE_ROWS
+    shape: Annotated[Shape, Option("Shape of the candidate tree")] = "likeliest"
+    depth: Annotated[Depth | None, Option("Mask rows per group, at most those trained", "all")] = None
+    children: Annotated[Children | None, Option("Candidates per mask row", "16, 5 or 2 by shape")] = None
+    rows: Annotated[Rows, Option("Maximum size of a likeliest tree, mask rows included")] = KNEE_ROWS
 
 
-def option_rules(kind: type[MethodOptions]) -> dict[str, Option]:
-    """The options of a class by name."""
-    return {item.name: get_args(item.type)[1] for item in _fields(kind)}
+def shown_option(hint: Any) -> Option:
+    """How the option with this annotated type is shown."""
+    return next(note for note in hint.__metadata__ if isinstance(note, Option))
 
 
 def option_limits() -> str:
-    """The largest values of all methods' options, in one line."""
+    """The ranges of all methods' options, in one line."""
     limits = {
-        entry.name: ", ".join(f"{name} {rule.at_most}" for name, rule in option_rules(entry.options).items() if rule.at_most)
+        entry.name: ", ".join(
+            f"{name} {limits}" for name, hint in field_hints(entry.options).items() if (limits := range_of(hint))
+        )
         for entry in METHODS.values()
     }
     return "; ".join(f"{method}: {listed}" for method, listed in limits.items() if listed)
@@ -199,7 +184,7 @@ class MethodEntry:
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        return tuple(option_rules(self.options))
+        return self.options.__struct_fields__
 
     def missing(self, has_draft: bool, has_bita: bool) -> str | None:
         """Why the method cannot run on a pipeline, and what to do; None if it can."""
@@ -263,7 +248,7 @@ def registered(*entries: MethodEntry) -> Iterator[None]:
 def find_method(name: str) -> MethodEntry:
     """The table's entry. Raises UserError for an unknown name."""
     if name not in METHODS:
-        raise UserError(f"unknown method {_shown(name)!r}: choose one of {', '.join(METHODS)}")
+        raise UserError(f"unknown method {shortened(name)!r}: choose one of {', '.join(METHODS)}")
     return METHODS[name]
 
 
@@ -286,12 +271,12 @@ def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerT
         if key not in entry.option_names:
             takers = [other.name for other in METHODS.values() if key in other.option_names]
             hint = f"it is an option of {', '.join(takers)}" if takers else f"it takes {', '.join(entry.option_names) or 'none'}"
-            raise UserError(f"method {name} has no option {_shown(key)!r}: {hint}")
+            raise UserError(f"method {name} has no option {shortened(key)!r}: {hint}")
     is_layered = issubclass(entry.options, LayerTreeOptions)
     if entry.options is StaticTreeOptions:
         is_layered = values.get("shape", "layers") == "layers"
     defaults = asdict(tree) if tree is not None and is_layered else {}
-    return entry.options(**{**defaults, **values})
+    return cast(MethodOptions, value_of(entry.options, {**defaults, **values}))
 
 
 def applicable_options(name: str, limits: Mapping[str, Any]) -> MethodOptions:
@@ -308,8 +293,3 @@ def options_of(request: TokenizedRequest, kind: type[Options]) -> Options:
         return kind()
     assert isinstance(request.options, kind), f"{request.method} takes {kind.__name__}, not {request.options}"
     return request.options
-
-
-def _shown(value: object) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text[:100] or "none"

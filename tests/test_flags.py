@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from pipedec.core.errors import UserError
+from pipedec.core.values import check_fields
 from pipedec.flags import (
     ON_OFF,
     Help,
     arguments_of,
-    check_fields,
     given_values,
     option_fields,
     options_of,
@@ -47,7 +47,7 @@ class Trip:
     quick: Annotated[bool, Help("Hurry.")] = False
     lights: Annotated[bool, Help("Lights.", flag="--lights/--no-lights")] = True
     map: Annotated[Path | None, Help("A map.", "FILE", variables=("TRIP_MAP",))] = None
-    guide: Annotated[str | None, Help("A guide.", choices=("ann", "bo"))] = None
+    guide: Annotated[Literal["ann", "bo"] | None, Help("A guide.")] = None
     radio: Annotated[bool, Help("Radio.", ON_OFF)] = True
     years: Annotated[tuple[int, ...], Help("Years (default: all).")] = field(default_factory=lambda: (7,))
     notes: str = "not an option"
@@ -111,16 +111,16 @@ def test_arguments_of_values_are_read_back(values: dict[str, Any]) -> None:
     ("words", "message"),
     [
         ([], "Missing option '--to'"),
-        (["--seats", "0"], "'--seats': 0 is not in the range 1<=x<=9"),
-        (["--seats", "two"], "'--seats': 'two' is not a valid integer"),
-        (["--seats", "2.5"], "'--seats': '2.5' is not a valid integer"),
-        (["--share", "0"], "'--share': 0.0 is not in the range 0<x<=1"),
-        (["--stops", "1,,2"], "'--stops': '' is not a valid integer"),
-        (["--stops", "3,-1"], "'--stops': -1 is not in the range x>=0"),
-        (["--split", "odd"], "'--split': 'odd' is not a valid integer"),
-        (["--speed", "medium"], "'--speed': 'medium' is not one of 'slow', 'fast'"),
-        (["--guide", "cy"], "'--guide': 'cy' is not one of 'ann', 'bo'"),
-        (["--radio", "maybe"], "'--radio': 'maybe' is neither on nor off"),
+        (["--seats", "0"], "'--seats': must be an integer (1 to 9), not 0"),
+        (["--seats", "two"], "'--seats': must be an integer (1 to 9), not 'two'"),
+        (["--seats", "2.5"], "'--seats': must be an integer (1 to 9), not '2.5'"),
+        (["--share", "0"], "'--share': must be a number (above 0, at most 1), not 0.0"),
+        (["--stops", "1,,2"], "'--stops': [1]: must be an integer (at least 0), not ''"),
+        (["--stops", "3,-1"], "'--stops': [1]: must be an integer (at least 0), not -1"),
+        (["--split", "odd"], "'--split': [0]: must be an integer, not 'odd'"),
+        (["--speed", "medium"], "'--speed': must be one of slow, fast, not 'medium'"),
+        (["--guide", "cy"], "'--guide': must be one of ann, bo, not 'cy'"),
+        (["--radio", "maybe"], "'--radio': 'maybe' is not one of 'on', 'off'"),
         (["--rest"], "No such option '--rest'"),
         (["--notes", "a"], "No such option '--notes'"),
     ],
@@ -134,16 +134,16 @@ def test_wrong_arguments_are_refused(words: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"seats": 0}, "--seats must be between 1 and 9, not 0"),
-        ({"seats": 10}, "--seats must be between 1 and 9, not 10"),
-        ({"share": 0.0}, "--share must be above 0, not 0.0"),
-        ({"share": 1.5}, "--share must be at most 1, not 1.5"),
-        ({"share": float("nan")}, "--share must be a finite number, not nan"),
-        ({"stops": ()}, "--stops must have at least one entry"),
-        ({"stops": (2, -1)}, "--stops must be at least 0, not -1"),
-        ({"speed": "medium"}, "--speed medium: choose one of slow, fast"),
-        ({"split": "odd"}, "--split odd: choose one of even"),
-        ({"guide": "cy"}, "--guide cy: choose one of ann, bo"),
+        ({"seats": 0}, "seats: must be an integer (1 to 9), not 0"),
+        ({"seats": 10}, "seats: must be an integer (1 to 9), not 10"),
+        ({"share": 0.0}, "share: must be a number (above 0, at most 1), not 0.0"),
+        ({"share": 1.5}, "share: must be a number (above 0, at most 1), not 1.5"),
+        ({"share": float("nan")}, "share: must be a number (above 0, at most 1), not nan"),
+        ({"stops": ()}, "stops: must be a list (not empty), not ()"),
+        ({"stops": (2, -1)}, "stops[1]: must be an integer (at least 0), not -1"),
+        ({"speed": "medium"}, "speed: must be one of slow, fast, not 'medium'"),
+        ({"split": "odd"}, "split: must be even or a list, not 'odd'"),
+        ({"guide": "cy"}, "guide: must be one of ann, bo, not 'cy'"),
     ],
 )
 def test_objects_without_a_command_line_have_the_same_ranges(values: dict[str, Any], message: str) -> None:
@@ -156,8 +156,8 @@ def test_help_shows_names_values_ranges_and_defaults() -> None:
     lines = CliRunner().invoke(command()[0], ["--help"], terminal_width=200).output.splitlines()
     shown = {line.split()[0]: " ".join(line.split()) for line in lines if line.startswith("  --")}
     assert shown["--to"] == "--to TOWN Where to. [required]"
-    assert shown["--seats"] == "--seats N Seats. [default: 2; 1<=x<=9]"
-    assert shown["--share"] == "--share X Share of the way. [default: 0.5; 0<x<=1]"
+    assert shown["--seats"] == "--seats N Seats. [default: 2; 1 to 9]"
+    assert shown["--share"] == "--share X Share of the way. [default: 0.5; above 0, at most 1]"
     assert shown["--stops"] == "--stops N,… Stops. [default: 1,2]"
     assert shown["--by"] == "--by TOWN A town on the way; may be repeated."
     assert shown["--speed"] == "--speed [slow|fast] Speed."

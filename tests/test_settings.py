@@ -85,9 +85,9 @@ def test_a_new_setting_is_one_line_and_so_is_a_new_method(tmp_path: Path) -> Non
     found = json.loads(done.stdout)
     for command in ("generate", "up", "serve", "chat", "launch", "verify", "torchrun"):
         default = "" if command in ("launch", "torchrun") else "default: 2; "
-        assert found[command] == ["--prefetch N", f"Verdicts to prefetch.  [{default}0<=x<=9]"]
+        assert found[command] == ["--prefetch N", f"Verdicts to prefetch.  [{default}0 to 9]"]
     assert found["keyword"] == ["prefetch: int = 2", 7] and found["file"] == [4, 5]
-    assert found["refused"] == "prefetch: must be at most 9, not 10" and found["offered"]
+    assert found["refused"] == "prefetch: must be an integer (0 to 9), not 10" and found["offered"]
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -110,7 +110,7 @@ SOME = st.fixed_dictionaries({}, optional=VALUES)
     ("values", "message"),
     [
         ({"stages": 4, "passage": 3}, "passage: rows take 4 timesteps through 4 groups: give at least 4, or auto"),
-        ({"stages": 4, "passage": 129}, "passage: must be at most 128, not 129"),
+        ({"stages": 4, "passage": 129}, "passage: must be auto or an integer (1 to 128), not 129"),
         ({"stages": 4, "passage": 6, "dispatch": "tasks"}, "passage: with dispatch tasks it is the number of groups: give 4"),
     ],
 )  # fmt: skip
@@ -166,8 +166,8 @@ def test_given_settings_are_those_that_were_given() -> None:
     ("values", "message"),
     [
         ({"stage": 2}, "unknown setting 'stage': did you mean stages?"),
-        ({"stages": "4"}, "stages: must be an integer, not a string"),
-        ({"stages": True}, "stages: must be an integer, not true or false"),
+        ({"stages": "4"}, "stages: must be an integer (1 to 1024), not '4'"),
+        ({"stages": True}, "stages: must be an integer (1 to 1024), not True"),
         ({"groups": 5}, "groups: 5 groups need at least as many stages, but there are 4"),
         ({"stages": 3, "layers": [1, 2]}, "layers: 2 entries for 3 stages: give one number per stage, or auto"),
     ],

@@ -20,9 +20,10 @@ from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import Row, header
 from pipedec.checkpoints.formats import DTYPE_BYTES
+from pipedec.core.values import check_fields
 from pipedec.engine.build import DTYPES
 from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import LaneRows, StageModel, device_capture
 from pipedec.tree import Visibility

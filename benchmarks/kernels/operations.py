@@ -23,9 +23,10 @@ from benchmarks.output import Device
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
 from pipedec.core.errors import UserError
+from pipedec.core.values import check_fields
 from pipedec.engine.build import DTYPES
 from pipedec.families import KVShape, LayerShape
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.model import KVCache, KVPool
 from pipedec.model.attention import AttentionPlan, mask_of, tree_attention
 from pipedec.tree import Advance, Candidates, PredictionTree, Visibility, visible_slots

@@ -18,7 +18,8 @@ from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS
 from pipedec.core.sampling import SamplingParams
-from pipedec.flags import Help, check_fields
+from pipedec.core.values import check_fields
+from pipedec.flags import Help
 from pipedec.messages.request import PromptRequest
 
 SCHEMA = "pipedec.load/1"

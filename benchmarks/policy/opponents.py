@@ -9,31 +9,30 @@ from dataclasses import replace
 from itertools import islice
 from typing import Annotated
 
-from pipedec.core.limits import MAX_FORWARDS
 from pipedec.core.request import TokenizedRequest
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.budget import Demand
 from pipedec.decoding.method import DraftRoom, Resources
 from pipedec.decoding.sources import DraftAlone, DraftSources, fixed_sources
-from pipedec.methods import MAX_CHILDREN, MAX_ROWS, BestFirstOptions, MethodEntry, Option, PipeDecOptions, options_of
+from pipedec.methods import BestFirstOptions, Children, Forwards, MethodEntry, Option, PipeDecOptions, Proposers, Rows, options_of
 from pipedec.threads import Sequence as ThreadSequence
 
 
 class ChainOptions(PipeDecOptions, frozen=True):
     """``chain``: one token per timestep, as SPD (arXiv 2605.30852) sends them, from any draft model."""
 
-    width: Annotated[int, Option("Rows per timestep", MAX_ROWS)] = 1
-    children: Annotated[int, Option("Children per row", MAX_CHILDREN)] = 1
+    width: Annotated[Rows, Option("Rows per timestep")] = 1
+    children: Annotated[Children, Option("Children per row")] = 1
 
 
 class FlowSpecOptions(BestFirstOptions, frozen=True):
     """``flowspec``: the limits of segments and of the tree in flight."""
 
-    width: Annotated[int | None, Option("Rows of a segment, one of which enters per timestep", MAX_ROWS)] = 16
-    children: Annotated[int | None, Option("Children per row, and rows of a draft forward", MAX_CHILDREN)] = 10
-    forwards: Annotated[int | None, Option("Draft forwards per timestep", MAX_FORWARDS)] = 2
-    proposers: Annotated[tuple[str, ...], Option("Draft sources", choices=("draft", "ngrams"))] = ("draft",)
-    rows: Annotated[int, Option("Rows in flight", MAX_ROWS)] = 80
+    width: Annotated[Rows | None, Option("Rows of a segment, one of which enters per timestep")] = 16
+    children: Annotated[Children | None, Option("Children per row, and rows of a draft forward")] = 10
+    forwards: Annotated[Forwards | None, Option("Draft forwards per timestep")] = 2
+    proposers: Proposers = ("draft",)
+    rows: Annotated[Rows, Option("Rows in flight")] = 80
 
 
 class FlowSpec(BestFirst):

@@ -32,6 +32,7 @@ from pipedec.config import ClusterConfig, Settings
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.data import PromptSet
 from pipedec.decoding import Drafter
 from pipedec.decoding.controller import CHILDREN
@@ -39,7 +40,7 @@ from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import load_drafter, resolve
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.families import model_config
-from pipedec.flags import ON_OFF, Help, check_fields
+from pipedec.flags import ON_OFF, Help
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHODS, applicable_options
 from pipedec.text.prompt import Prompter

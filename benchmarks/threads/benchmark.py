@@ -25,10 +25,11 @@ from pipedec.config import ClusterConfig
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.data import PromptSet
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.messages.request import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec

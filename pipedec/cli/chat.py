@@ -14,7 +14,17 @@ from msgspec import structs
 from rich.table import Table
 
 from pipedec.cli.answers import figures_table, metrics_table, shown_ms, started, write
-from pipedec.cli.options import MinP, RunningFlags, StructureFlags, Temperature, TopK, TopP, refuse_flags, running_options
+from pipedec.cli.options import (
+    MethodName,
+    MinP,
+    RunningFlags,
+    StructureFlags,
+    Temperature,
+    TopK,
+    TopP,
+    refuse_flags,
+    running_options,
+)
 from pipedec.cli.show import console
 from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message, Partner
 from pipedec.cluster.local import LocalCluster, resolve_apart
@@ -24,7 +34,6 @@ from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.flags import Help, options_of
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
-from pipedec.methods import METHOD_NAMES
 
 HELP = """/reset  forget the conversation (not the system message)
 /stats  figures of the last answer, and of all
@@ -55,7 +64,7 @@ class _PartnerFlags:
         Help("With a running cluster: directory of the target's tokenizer, if it is elsewhere on this machine.", "DIR"),
     ] = None
     system: Annotated[str | None, Help("System message at the start of the conversation.", "TEXT")] = None
-    method: Annotated[str | None, Help("Decoding method.", choices=METHOD_NAMES)] = None
+    method: Annotated[MethodName | None, Help("Decoding method.")] = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

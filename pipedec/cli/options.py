@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Union
 
 import click
 from click.core import ParameterSource
@@ -21,11 +21,12 @@ from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.values import field_hints
 from pipedec.data import PromptSource
 from pipedec.flags import Command, Help, Option, option, option_fields, options_of, with_options
 from pipedec.grammar.apart import check_apart
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
-from pipedec.methods import METHOD_NAMES, METHODS, make_options, option_rules
+from pipedec.methods import METHOD_NAMES, METHODS, PROPOSERS, make_options, shown_option
 from pipedec.threads import load_dialect
 
 OPTION_NAMES = tuple(dict.fromkeys(name for entry in METHODS.values() for name in entry.option_names))
@@ -50,6 +51,7 @@ Redis = Annotated[
     Help("Redis server (default: the one that pipedec up starts); its password is in $PIPEDEC_REDIS_PASSWORD.",
          "redis://HOST:PORT/0"),
 ]  # fmt: skip
+MethodName = Literal[METHOD_NAMES]  # type: ignore[valid-type]
 RunName = Annotated[str | None, Help("Name of the run, if several share a Redis.", "NAME", "--run")]
 Json = Annotated[bool, Help("Print one JSON document instead of text.", flag="--json")]
 
@@ -139,11 +141,10 @@ class _QuestionFlags:
     priority: Annotated[int, Help("Requests with a lower value are served first.")] = 0
     raw_prompt: RawPrompt = False
     method: Annotated[
-        str | None,
+        MethodName | None,
         Help(
             f"Decoding method (default: {DEFAULT_METHOD}). "
             + " ".join(f"{entry.name}: {entry.help}" for entry in METHODS.values()),
-            choices=METHOD_NAMES,
         ),
     ] = None
     temperature: Temperature = 0.0
@@ -252,20 +253,18 @@ def request_options(command: Command) -> Command:
     """Add the options of a request and those of the methods; the command gets them as ``asked``."""
     own: dict[str, Option] = {}
     for name in OPTION_NAMES:
-        meanings: dict[str, list[str]] = {}  # what the option means, and to which methods with which defaults
-        choices: dict[str, None] = {}  # those of all methods together
+        meanings: dict[str, list[str]] = {}  # of the option, with the methods that take it so and their defaults
+        hints: list[Any] = []  # of all these methods
         for entry in METHODS.values():
             if name in entry.option_names:
-                rule, default = option_rules(entry.options)[name], getattr(entry.options(), name)
-                shown = rule.default or (",".join(default) if isinstance(default, tuple) else default)
-                meaning = f"{rule.help}, at most {rule.at_most}" if rule.at_most else rule.help
-                meanings.setdefault(meaning, []).append(f"{entry.name}: {shown}")
-                choices |= dict.fromkeys(rule.choices)
+                hint, default = field_hints(entry.options)[name], getattr(entry.options(), name)
+                note = shown_option(hint)
+                shown = note.default or (",".join(default) if isinstance(default, tuple) else default)
+                meanings.setdefault(note.help, []).append(f"{entry.name}: {shown}")
+                hints.append(hint)
         text = " ".join(f"{meaning} ({', '.join(methods)})." for meaning, methods in meanings.items())
-        if isinstance(default, tuple):
-            own[name] = option(name, tuple[str, ...], Help(text, ",".join(choices)), None)
-        else:
-            own[name] = option(name, str if choices else int, Help(text, choices=tuple(choices)), None)
+        metavar = ",".join(PROPOSERS) if isinstance(default, tuple) else None
+        own[name] = option(name, Union[*hints], Help(text, metavar), None)
 
     def gather(values: dict[str, Any]) -> dict[str, Any]:
         given = {name: value for name in own if (value := values.pop(name)) is not None}

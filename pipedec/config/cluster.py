@@ -15,10 +15,11 @@ from msgspec import Meta, json
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import AUTO, NONE, SETTINGS, Settings, Text
 from pipedec.core.errors import BadValue, UserError
+from pipedec.core.values import joined, shortened, unknown_name
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, LinkSpec
-from pipedec.validation import joined, parse_json, parse_yaml, read_text, shortened, unknown_name, validated
+from pipedec.validation import parse_json, parse_yaml, read_text, validated
 
 Name = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'")

@@ -19,11 +19,12 @@ from pipedec.config.redis import RedisConfig
 from pipedec.core.errors import BadValue
 from pipedec.core.limits import MAX_NUM_SEQS, MAX_PASSAGE, MAX_WAITING
 from pipedec.core.request import MethodOptions
+from pipedec.core.values import joined, unknown_name
 from pipedec.directories import reference_threads
 from pipedec.families import ModelImpl
 from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
-from pipedec.validation import byte_size, joined, unknown_name, validated
+from pipedec.validation import byte_size, validated
 
 Text = Annotated[str, Meta(min_length=1)]
 Count = Annotated[int, Meta(ge=1, le=1024)]

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 from pipedec.core.records import Record
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 
 DEFAULT_METHOD = "pipedec-bestfirst"
 
 
 class MethodOptions(Record, frozen=True):
-    """The options of one decoding method. Every method has a class of its own (see ``methods``)."""
+    """The options of one decoding method, which has a class of its own (see ``methods``). Raises BadValue for a wrong value."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True)

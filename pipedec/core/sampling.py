@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
 from msgspec.structs import force_setattr, replace
 
-from pipedec.core.errors import UserError
+from pipedec.core.errors import BadValue, UserError
 from pipedec.core.records import LARGEST, Record
+from pipedec.core.values import check_fields
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -18,6 +20,10 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
+_Text = Annotated[str, Meta(min_length=1)]
 _GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
@@ -54,12 +60,13 @@ class StructuredOutputs(Record, frozen=True):
     """
 
     json: str | dict[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
+    regex: _Text | None = None
+    choice: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
+    grammar: _Text | None = None
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "structured_outputs")
         force_setattr(self, "json_object", self.json_object or None)
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
@@ -68,11 +75,7 @@ class StructuredOutputs(Record, frozen=True):
         if name == "json":
             force_setattr(self, name, _schema_text(value))
         elif name == "choice":
-            if not (isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value)):
-                raise UserError("structured_outputs.choice must be a list of texts that is not empty")
             force_setattr(self, name, tuple(value))
-        elif name != "json_object" and not (isinstance(value, str) and value):
-            raise UserError(f"structured_outputs.{name} must be a text that is not empty")
 
     @property
     def kind(self) -> str:
@@ -122,47 +125,31 @@ class SamplingParams(Record, frozen=True):
         UserError: a value is out of its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: Annotated[float, Meta(ge=0, le=LARGEST)] = 0.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: _Share = 0.0
     seed: int | None = None
-    max_tokens: int = 128
-    stop: str | tuple[str, ...] = ()
+    max_tokens: Annotated[int, Meta(ge=1)] = 128
+    stop: _Text | tuple[_Text, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    logprobs: int | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=LARGEST)] = 1.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logprobs: _Logprobs = None
     ignore_eos: bool = False
-    prompt_logprobs: int | None = None
+    prompt_logprobs: _Logprobs = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         force_setattr(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.seed == -1:  # as in vLLM and llama.cpp
             force_setattr(self, "seed", None)
-        bias = self.logit_bias or {}
-        for name, is_allowed, allowed in (
-            ("temperature", 0 <= self.temperature <= LARGEST, "finite and at least 0"),
-            ("top_k", self.top_k >= -1, "at least 1, or 0 or -1 for all tokens"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**64, "at least 0 and below 2**64"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("stop", all(self.stop), "strings that are not empty"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= LARGEST, "finite and above 0"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("logit_bias", all(token >= 0 for token in bias), "of token ids, which are at least 0"),
-            ("logit_bias", all(-100 <= value <= 100 for value in bias.values()), "between -100 and 100"),
-            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-            ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}"),
-        ):
-            if not is_allowed:
-                raise UserError(f"{name} must be {allowed}, not {str(getattr(self, name))[:100]}")
+        if not 0 <= (self.seed or 0) < 2**64:
+            raise BadValue(f"seed: must be at least 0 and below 2**64, not {str(self.seed)[:100]}")
         if self.structured_outputs is not None and self.ignore_eos:
             raise UserError("structured_outputs end with the model's end token: leave out ignore_eos")
 

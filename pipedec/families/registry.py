@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipedec.core.errors import UserError
+from pipedec.core.values import shortened
 from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretched_length
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
 from pipedec.families.transformers import transformers_config
 from pipedec.gguf import model_files
-from pipedec.validation import read_text, shortened, validated
+from pipedec.validation import read_text, validated
 
 ModelImpl = Literal["auto", "pipedec", "transformers"]
 FAMILIES: dict[str, type[DecoderConfig]] = {

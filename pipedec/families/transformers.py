@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedec.core.errors import UserError
+from pipedec.core.values import shortened
 from pipedec.families.base import ModelConfig, rope_sets
 from pipedec.families.shapes import LayerShape, Reach, Shape
-from pipedec.validation import shortened
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core.errors import UserError
+from pipedec.core.values import shortened
 from pipedec.directories import cache_directory
 from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
-from pipedec.validation import shortened
 
 _VERSION = 3  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)

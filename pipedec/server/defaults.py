@@ -10,9 +10,9 @@ from typing import Any
 
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import shortened
 from pipedec.families import json_object
 from pipedec.gguf import model_files
-from pipedec.validation import shortened
 
 AUTO, NEUTRAL = "auto", "vllm"  # of --generation-config, which else is a directory
 _FILE = "generation_config.json"

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipedec.core.errors import PipedecError, QueueFull, RequestFailed, SchedulerBusy, UserError
-from pipedec.validation import shortened
+from pipedec.core.values import shortened
 
 UNSUPPORTED = "unsupported"  # type of a mistake: what is known elsewhere and not here
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that went away

@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from pydantic_core import PydanticCustomError
 
 from pipedec.core.sampling import MAX_LOGPROBS
+from pipedec.core.values import shortened
 from pipedec.methods import option_limits
 from pipedec.server.errors import UNSUPPORTED, bad_request
-from pipedec.validation import shortened
 
 MAX_CHOICES = 8
 MAX_MESSAGES = 4096
@@ -166,7 +166,7 @@ class GenerationBody(Body):
     user: str | None = Field(None, description="Taken and not used.")
     method: str | None = Field(None, description="Decoding method: it changes the speed and not the answer.")
     method_options: dict[str, Any] | None = Field(
-        None, description=f"Options of the method, by name. Numbers are at least 1, and at most: {option_limits()}."
+        None, description=f"Options of the method, by name. Ranges of numbers: {option_limits()}."
     )
     threads: str | None = Field(None, description="Dialect in which the model may open decode threads.")
 

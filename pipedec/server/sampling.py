@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.sampling import SamplingParams, check_sets_of_tokens
+from pipedec.core.values import shortened
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.methods import find_method, make_options
@@ -21,7 +22,6 @@ from pipedec.server.prompts import check_tokens
 from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
 from pipedec.server.structures import Structure, require_possible
 from pipedec.threads import DIALECTS, Dialect, load_dialect
-from pipedec.validation import shortened
 
 _SEEDS = 2**64
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -15,11 +15,11 @@ from typing import Any
 
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams, check_sets_of_tokens, check_token_ids
+from pipedec.core.values import shortened
 from pipedec.families import model_config
 from pipedec.gguf import model_files
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer, configuration, content, has_tokenizer, load_for_training
-from pipedec.validation import shortened
 
 _SHOWN_TOKENS = 3  # of those in which two vocabularies differ
 

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
+from pipedec.core.values import check_fields
 from pipedec.families import model_config
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, checked_bita
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.markov import MarkovHead, markov_bias

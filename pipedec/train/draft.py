@@ -22,8 +22,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
+from pipedec.core.values import check_fields
 from pipedec.families.llama import LlamaConfig
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.gguf import write_quantized
 from pipedec.model import DraftVocabulary, load_transformers
 from pipedec.text.prompt import load_tokenizer, vocabulary_digest
@@ -48,8 +49,7 @@ class DraftShape:
     hidden_size: Annotated[int, Help("Hidden size of a new draft.")] = 320
     layers: Annotated[int, Meta(ge=1), Help("Layers of a new draft.")] = 4
     vocabulary: Annotated[
-        int | None,
-        Meta(ge=2),
+        Annotated[int, Meta(ge=2)] | None,
         Help("Number of tokens that a new draft knows, the most frequent ones of the text that it learns from (default: all)."),
     ] = None
 

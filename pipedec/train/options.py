@@ -41,7 +41,9 @@ class TrainingPromptFlags:
     prompts: Annotated[
         tuple[str, ...], Help("Prompts to learn from; may be repeated.", "[NAME=]FILE[#KEY=VALUE]", repeated=True)
     ] = ()
-    max_prompts: Annotated[int | None, Meta(ge=1), Help("Maximum number of prompts of each set (default: all).")] = None
+    max_prompts: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Maximum number of prompts of each set (default: all).")] = (
+        None
+    )
 
     def check(self, alternative: str = "") -> None:
         """Raises UserError if there are no prompts."""

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
-from pipedec.flags import Help, check_fields
+from pipedec.core.values import check_fields
+from pipedec.flags import Help
 from pipedec.train.run import TrainingLoop, epoch_batch, linear_decay, muon_and_adamw, warm_up
 from recipes.thread_models import ranking
 from recipes.thread_models.answers import ModelAnswers, SeededPrompt

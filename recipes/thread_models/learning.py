@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from pipedec.core.errors import UserError
-from pipedec.flags import Help, check_fields
+from pipedec.core.values import check_fields
+from pipedec.flags import Help
 from pipedec.train.run import linear_decay, warm_up
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample
 

@@ -22,7 +22,9 @@ from support.tiny_pair import make_pair, tiny_tokenizer
 from support.tool_templates import HERMES_TEMPLATE
 
 from pipedec.cluster.local import LocalCluster
-from pipedec.methods import METHODS, option_rules
+from pipedec.core.values import choices as choices_of
+from pipedec.core.values import field_hints, range_of
+from pipedec.methods import METHODS, PROPOSERS
 from pipedec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pipedec.threads import DIALECTS, load_dialect
 
@@ -50,13 +52,15 @@ def alone(**values: st.SearchStrategy[Any]) -> dict[str, Fields]:
 def methods(draw: st.DrawFn) -> dict[str, Any]:
     """A method with some of its options, small and large ones."""
     entry = METHODS[draw(st.sampled_from(list(METHODS)))]
-    rules, options = option_rules(entry.options), {}
-    for name in draw(st.lists(st.sampled_from(list(rules)), max_size=2, unique=True)) if rules else ():
-        if rules[name].at_most:
-            options[name] = draw(st.integers(1, min(8, rules[name].at_most)) | st.integers(1, rules[name].at_most))
+    hints, options = field_hints(entry.options), {}
+    for name in draw(st.lists(st.sampled_from(list(hints)), max_size=2, unique=True)) if hints else ():
+        if name == "proposers":
+            options[name] = draw(st.lists(st.sampled_from(PROPOSERS), min_size=1, max_size=2))
+        elif words := range_of(hints[name]):
+            most = int(words.removeprefix("1 to "))
+            options[name] = draw(st.integers(1, min(8, most)) | st.integers(1, most))
         else:
-            chosen = st.sampled_from(rules[name].choices)
-            options[name] = draw(st.lists(chosen, min_size=1, max_size=2) if name == "proposers" else chosen)
+            options[name] = draw(st.sampled_from(choices_of(hints[name])))
     return {"method": entry.name, "method_options": options}
 
 

@@ -25,9 +25,10 @@ from pipedec.config import AUTO, Settings, settings_options
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.engine.build import load_drafter, load_prompter, load_stage, new_scheduler, resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.flags import Help, check_fields, own_options, partial_of, run_command
+from pipedec.flags import Help, own_options, partial_of, run_command
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import StageWorker

@@ -25,10 +25,11 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings, settings_options
 from pipedec.core.errors import PipedecError, RankLost
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.engine.build import DTYPES, resolve, weights_on
 from pipedec.engine.devices import chosen_device
 from pipedec.families import model_by_name
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.scheduler import ClientScheduler

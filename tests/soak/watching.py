@@ -25,7 +25,8 @@ from pipedec.config import paper_cluster
 from pipedec.core.errors import PipedecError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.sampling import SamplingParams
-from pipedec.flags import Help, check_fields, options_of, own_options, run_command
+from pipedec.core.values import check_fields
+from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import ClientScheduler
 from pipedec.scheduler.protocol import WATCH_SECONDS

@@ -18,15 +18,18 @@ from pipedec.config.settings import Dispatch
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.values import check_fields
 from pipedec.decoding import Experience, Resources
 from pipedec.decoding.method import new_method
-from pipedec.flags import Help, check_fields
+from pipedec.flags import Help
 from pipedec.methods import (
     METHOD_NAMES,
     PROPOSERS,
     SHAPES,
     BestFirstOptions,
     BitaOptions,
+    Proposer,
+    Shape,
     StaticTreeOptions,
     applicable_options,
     find_method,
@@ -50,16 +53,14 @@ class TreeGrid:
         tuple[Positive, ...], Help("Children per row (default: adapted by pipedec-bestfirst, 1–16 for bita, else 16).")
     ] = ()
     forwards: Annotated[int | None, Help("pipedec-bestfirst: draft forwards per timestep (default: what fits).")] = None
-    proposers: Annotated[tuple[str, ...], Help("pipedec-bestfirst: draft sources.")] = PROPOSERS
-    shapes: Annotated[tuple[str, ...], Help(f"bita: shapes of the tree: {','.join(SHAPES)}.")] = (BitaOptions().shape,)
+    proposers: Annotated[tuple[Proposer, ...], Help("pipedec-bestfirst: draft sources.")] = PROPOSERS
+    shapes: Annotated[tuple[Shape, ...], Help(f"bita: shapes of the tree: {','.join(SHAPES)}.")] = (BitaOptions().shape,)
     depths: Annotated[tuple[Positive, ...], Help("bita: numbers of masks used, like 1,2,3 (default: all trained masks).")] = ()
     rows: Annotated[tuple[Positive, ...], Help("bita: rows of the likeliest tree, like 32,64 (default: 64).")] = ()
 
     def __post_init__(self) -> None:
         check_fields(self)
         BestFirstOptions(forwards=self.forwards, proposers=self.proposers)
-        for shape in self.shapes:
-            BitaOptions(shape=shape)
 
     def drafted(self, method: str) -> list[MethodOptions]:
         """The limits to try with a method that drafts: those of the grid that it has."""

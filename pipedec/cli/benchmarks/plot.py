@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 import pandas as pd
@@ -19,6 +19,8 @@ from pipedec.flags import Help, own_options
 
 OutDirectory = Annotated[Path, Help("Directory of the figures; created if it is missing.", "DIR")]
 Title = Annotated[str | None, Help("Text above each figure.", "TEXT")]
+_NAMES = tuple(FIGURES)
+FigureName = Literal[_NAMES]  # type: ignore[valid-type]
 sources_argument = click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR...")
 
 
@@ -29,7 +31,7 @@ sources_argument = click.argument("sources", nargs=-1, required=True, type=click
 def plot(
     sources: tuple[Path, ...],
     out: OutDirectory,
-    only: Annotated[tuple[str, ...], Help("This figure alone; may be repeated.", choices=tuple(FIGURES), repeated=True)] = (),
+    only: Annotated[tuple[FigureName, ...], Help("This figure alone; may be repeated.", repeated=True)] = (),
     title: Title = None,
 ) -> None:
     """Draw the results of `pipedec bench sweep` in DIR (or a rows file; the rows of several are joined), as PNG and SVG.

@@ -17,7 +17,8 @@ from pipedec.bench.options import Counts, Positive, check_known
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
-from pipedec.flags import Help, check_fields
+from pipedec.core.values import check_fields
+from pipedec.flags import Help
 from pipedec.plan.spec import PipelineSpec, run_description
 from soak.faults.kinds import KINDS, plan_fault, possible_kinds
 from soak.faults.load import ANSWERS, PROMPTS, make_questions
