@@ -39,12 +39,13 @@ from pipedec.families import model_config
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.gguf import is_gguf
 from pipedec.methods import METHODS
-from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel, load_transformers
+from pipedec.model import BitaWeights, DraftVocabulary, LaneRows, StageModel
 from pipedec.plan.budgets import kv_slots
 from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter
 from pipedec.threads.sequences import Sequences
+from pipedec.verify.reference import load_transformers
 
 LOOKUP_TOKENS = 10
 _LLAMA_CPP_TOKENS = 4096

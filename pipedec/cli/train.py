@@ -31,7 +31,7 @@ from pipedec.train.options import (
     run_options,
     shape_options,
 )
-from pipedec.transport.replicas import replicas
+from pipedec.train.replicas import replicas
 
 _RECIPE = "in a checkout of pipedec, use python -m recipes.reference_models"
 

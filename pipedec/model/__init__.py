@@ -12,10 +12,10 @@ from pipedec.model.flash_lanes import described_attention
 from pipedec.model.matrices import rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
-from pipedec.model.weights import Checkpoint, load_transformers
+from pipedec.model.weights import Checkpoint
 
 __all__ = [
     "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "LaneRows",
     "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
-    "load_markov", "load_transformers", "rounded", "warm_up",
+    "load_markov", "rounded", "warm_up",
 ]  # fmt: skip

@@ -1,21 +1,16 @@
-"""The tensors of a checkpoint, of safetensors files or a GGUF file.
-
-``load_transformers`` makes the model of transformers: to train, to learn from, to compare with.
-"""
+"""The tensors of a checkpoint, of safetensors files or a GGUF file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.errors import UserError
-from pipedec.families import ModelConfig, Shape, model_config
-from pipedec.gguf import model_files
+from pipedec.families import ModelConfig, Shape
 from pipedec.model.matrices import Matrix
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -116,27 +111,3 @@ class Checkpoint:
             rows = max(CHUNK // target.shape[1], 1)
             for first in range(0, target.shape[0], rows):
                 target[first : first + rows].copy_(torch.from_numpy(index.read(name, first, first + rows)))
-
-
-@torch.no_grad()
-def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
-    """A causal language model, not in training mode.
-
-    Args:
-        model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
-        options: of transformers, further ones by name.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
-    if TensorFiles(model).gguf is None:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
-    directory = model_files(model)
-    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
-    checkpoint = Checkpoint(model)
-    stored = {place: name for name, place in getattr(model_config(model), "places", {}).items()}  # where names differ
-    targets = {stored.get(name, name): tensor for name, tensor in made.state_dict().items()}
-    head = stored.get("lm_head.weight", "lm_head.weight")
-    checkpoint.read_into({name: tensor for name, tensor in targets.items() if name != head or name in checkpoint})
-    made.tie_weights()
-    made.generation_config = GenerationConfig.from_pretrained(directory)
-    return made.to(device).eval()

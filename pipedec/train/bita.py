@@ -16,7 +16,6 @@ import torch
 from msgspec import Meta
 from rich.progress import track
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
@@ -38,6 +37,7 @@ from pipedec.train.mask_rows import (
     token_pass,
 )
 from pipedec.train.run import CARDS, Figures, Run, TrainingLoop, bita_cells, card, cosine_decay, epoch_batch, print_table, warm_up
+from pipedec.verify.reference import load_transformers
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
 MAX_GROUPS = 64
@@ -106,8 +106,7 @@ def train_bita(
     earlier = None if start is None else _earlier(start, target_path)
     if earlier is not None:
         recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})
-    target = AutoModelForCausalLM.from_pretrained(target_path, dtype=run.torch_dtype, local_files_only=True)
-    target.to(run.device).eval().requires_grad_(False)
+    target = load_transformers(target_path, run.torch_dtype, run.device).requires_grad_(False)
     answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
     samples = usable(answered, recipe.max_length)
     longest, windows = samples.longest + recipe.masks, [layer.reach.size for layer in config.layers if layer.reach is not None]

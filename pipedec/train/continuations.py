@@ -24,11 +24,11 @@ from torch import Tensor
 
 from pipedec.core.errors import UserError
 from pipedec.data import PromptSet, PromptSource
-from pipedec.model import load_transformers
 from pipedec.text.prompt import Prompter
 from pipedec.text.tokenizer import Tokenizer
+from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import COLUMNS, Run, replacing
-from pipedec.transport.replicas import ALONE, Replicas
+from pipedec.verify.reference import load_transformers
 
 _HELD_OUT_ONE_IN = 20
 

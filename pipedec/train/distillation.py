@@ -19,8 +19,8 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Model
+from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import replacing
-from pipedec.transport.replicas import ALONE, Replicas
 
 MOST_LIKELY = 64  # of the target's tokens that are kept; what is less likely is noise to a draft
 _ROWS = 64  # per file

@@ -26,15 +26,16 @@ from pipedec.core.values import check_fields
 from pipedec.families.llama import LlamaConfig
 from pipedec.flags import Help
 from pipedec.gguf import write_quantized
-from pipedec.model import DraftVocabulary, load_transformers
+from pipedec.model import DraftVocabulary
 from pipedec.text.prompt import load_tokenizer, vocabulary_digest
 from pipedec.text.tokenizer import Tokenizer, load_for_training
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
 from pipedec.train.distillation import MOST_LIKELY, DistillationRows, TargetMemory, mean_loss, remember
 from pipedec.train.measuring import HeldOut, MeasuredDraft, acceptance
+from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import CARDS, Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
-from pipedec.transport.replicas import ALONE, Replicas
+from pipedec.verify.reference import load_transformers
 
 HEAD_DIM = 64
 SCORED_ANSWERS = 24  # held-out ones of each set, by which the best step is chosen

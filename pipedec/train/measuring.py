@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedec.model import DraftVocabulary, load_transformers
+from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Continuation, Model
 from pipedec.train.run import Row, print_table, top_k_cells
+from pipedec.verify.reference import load_transformers
 
 TOP_K = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8, 16)

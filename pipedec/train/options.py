@@ -20,8 +20,8 @@ from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe
 from pipedec.train.continuations import SplitPrompts, file_prompts
 from pipedec.train.draft import DraftShape
+from pipedec.train.replicas import local_rank
 from pipedec.train.run import Run
-from pipedec.transport.replicas import local_rank
 
 Target = Annotated[Path | None, Help("Target checkpoint directory (default: the shipped pair's).", "DIR")]
 DraftStart = Annotated[

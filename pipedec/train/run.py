@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from pipedec.core.errors import UserError
 from pipedec.engine.build import DTYPES
 from pipedec.flags import Help
-from pipedec.transport.replicas import ALONE, Replicas
+from pipedec.train.replicas import ALONE, Replicas
 
 Row = dict[str, Any]
 Cells = Callable[..., list[str]]  # of a measured row

@@ -1,4 +1,4 @@
-"""Transfers between ranks. The only package that uses torch.distributed; does not know when or why messages are sent."""
+"""Transfers between ranks, over torch.distributed. Does not know when or why messages are sent."""
 
 from __future__ import annotations
 

@@ -10,15 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from pipedec.checkpoints import TensorFiles
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
-from pipedec.model import load_transformers, rounded
+from pipedec.families import model_config
+from pipedec.gguf import model_files
+from pipedec.model import Checkpoint, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids
@@ -28,6 +33,28 @@ from pipedec.threads.sequences import Sequences
 from pipedec.verify.divergence import Divergence, first_difference
 
 Choose = Callable[[list[DecodeThread]], DecodeThread]
+
+
+@torch.no_grad()
+def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
+    """A causal language model, not in training mode.
+
+    Args:
+        model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
+        options: of transformers, further ones by name.
+    """
+    if TensorFiles(model).gguf is None:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
+    directory = model_files(model)
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
+    checkpoint = Checkpoint(model)
+    stored = {place: name for name, place in getattr(model_config(model), "places", {}).items()}  # where names differ
+    targets = {stored.get(name, name): tensor for name, tensor in made.state_dict().items()}
+    head = stored.get("lm_head.weight", "lm_head.weight")
+    checkpoint.read_into({name: tensor for name, tensor in targets.items() if name != head or name in checkpoint})
+    made.tie_weights()
+    made.generation_config = GenerationConfig.from_pretrained(directory)
+    return made.to(device).eval()
 
 
 class Reference:

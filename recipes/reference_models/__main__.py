@@ -16,7 +16,7 @@ from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft
-from pipedec.transport.replicas import replicas
+from pipedec.train.replicas import replicas
 from recipes.reference_models.draft import DRAFT_RECIPE, LIBRARY, bita_prompts, draft_prompts, train_library_draft
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions

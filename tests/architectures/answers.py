@@ -18,8 +18,8 @@ from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import find_method
-from pipedec.model import load_transformers
 from pipedec.sampling.noise import gumbel
+from pipedec.verify.reference import load_transformers
 
 STAGES, METHODS, TOKENS, TIE = (1, 3, 5), ("pp", DEFAULT_METHOD), 24, 1e-4
 SAMPLINGS = {

@@ -28,9 +28,10 @@ from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
-from pipedec.model import Checkpoint, StageModel, load_transformers
+from pipedec.model import Checkpoint, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED
 from pipedec.plan.costs import ModelCosts
+from pipedec.verify.reference import load_transformers
 
 
 @pytest.mark.slow

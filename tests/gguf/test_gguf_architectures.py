@@ -22,7 +22,8 @@ from pipedec.families import model_config
 from pipedec.families.transformers import stated_config
 from pipedec.gguf import model_files
 from pipedec.gguf.config import ARCHITECTURES
-from pipedec.model import Checkpoint, load_transformers
+from pipedec.model import Checkpoint
+from pipedec.verify.reference import load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 BASE = {"rope_type": "default", "rope_theta": 500_000.0}

@@ -21,9 +21,8 @@ from pipedec.engine.build import checked_models
 from pipedec.families import model_config
 from pipedec.gguf import NAMED_MODELS, located
 from pipedec.methods import METHODS
-from pipedec.model import load_transformers
 from pipedec.text.prompt import load_tokenizer
-from pipedec.verify.reference import Reference
+from pipedec.verify.reference import Reference, load_transformers
 
 CONVERSATIONS = [
     "What is the capital of France?",

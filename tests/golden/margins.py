@@ -20,12 +20,11 @@ from transformers.utils import logging as transformers_logging
 
 from golden.questions import Question
 from pipedec.core.sampling import SamplingParams
-from pipedec.model import load_transformers
 from pipedec.sampling.noise import gumbel
 from pipedec.sampling.sampler import History, tempered
 from pipedec.threads import DecodeThread, Sequence
 from pipedec.threads.sequences import Sequences
-from pipedec.verify.reference import Choose, naive_threads, shortest
+from pipedec.verify.reference import Choose, load_transformers, naive_threads, shortest
 
 LEAST = 1e-3
 transformers_logging.disable_progress_bar()

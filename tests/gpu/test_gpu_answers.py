@@ -14,11 +14,11 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES, load_prompter, resolve
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHOD_NAMES
-from pipedec.model import StageModel, load_transformers
+from pipedec.model import StageModel
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling.noise import gumbel
 from pipedec.verify.divergence import TIE_BOUNDS
-from pipedec.verify.reference import Reference
+from pipedec.verify.reference import Reference, load_transformers
 
 PROMPT = "Natalia sold 12 clips in April."
 TOKENS = 24

@@ -21,8 +21,9 @@ from pipedec.checkpoints.digests import config_digest, fingerprint, weights_dige
 from pipedec.families import model_config
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
-from pipedec.model import Checkpoint, load_transformers
+from pipedec.model import Checkpoint
 from pipedec.model.weights import CHUNK
+from pipedec.verify.reference import load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 IDS = torch.randint(0, 64, (20,), generator=torch.Generator().manual_seed(1))

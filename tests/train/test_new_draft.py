@@ -21,12 +21,13 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalPipeline
-from pipedec.model import DraftVocabulary, load_transformers
+from pipedec.model import DraftVocabulary
 from pipedec.text.prompt import Prompter
 from pipedec.train.continuations import SplitPrompts, invented_prompts, invented_sets
 from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import MeasuredDraft
 from pipedec.train.run import Run
+from pipedec.verify.reference import load_transformers
 
 RECIPE = DraftRecipe(steps=60, batch=4, length=32, warmup_steps=2, new_tokens=12)
 ASKED = [[1, 5 + number, 9, 30] for number in range(28)]

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from pipedec.core.errors import RankLost
 
@@ -47,11 +47,10 @@ class Replicas:
         if self.size == 1:
             return
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        together = torch.cat([gradient.flatten() for gradient in gradients])
+        together = parameters_to_vector(gradients)
         with _reporting_losses():
             dist.all_reduce(together)
-        for gradient, summed in zip(gradients, together.split([gradient.numel() for gradient in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
+        vector_to_parameters(together, gradients)
 
     def sum_of(self, value: Tensor) -> float:
         """The sum of one number over all processes. Raises RankLost as ``wait``."""
