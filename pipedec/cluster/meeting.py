@@ -72,9 +72,9 @@ class Met:
 
     rendezvous: Rendezvous
     interface: Interface
-    digests: Mapping[str, str]  # of the weights by model, if the ranks are on several hosts
-    own: TensorDigests  # of the tensors that this rank reads, by model and name, if there may be several hosts
-    kv_slots: int | None  # of every rank's KV pool, if ranks have measured their memory
+    digests: Mapping[str, str]  # of all weights, by model, if the ranks are on several hosts
+    own: TensorDigests  # digests of the tensors that this rank reads, by model and name, if there may be several hosts
+    kv_slots: int | None  # size of every rank's KV pool, if ranks have measured their memory
     is_alone: bool  # all ranks are on this machine
 
 
@@ -131,7 +131,7 @@ class Meeting:
         self._memory = memory or RankMemory(spec, place, torch.device("cpu"))
         self._nccl_versions = nccl_versions
         self._position = "0"  # in the stream of the present meeting
-        self._events: list[Event] = []  # that have come in it
+        self._events: list[Event] = []  # events that have come in it
 
     @contextmanager
     def hold(self) -> Iterator[Met]:
@@ -141,44 +141,69 @@ class Meeting:
         """
         self._position, self._events = "0", []
         own = structs.replace(self.card, gpu=self._memory.gpu)
-        self._publish(own)
-        cards = self._gather(CardEvent, MEETING_SECONDS)
-        check_cards(own, cards[0])
-        check_nccl(own, cards[1:], self._nccl_versions)
-        machines = {card.machine: card.host for card in cards}
-        logger.info("all %d ranks have come; hosts: %s", len(cards), ", ".join(machines.values()))
-        planned = next((server.interface for server in self._spec.servers if server.host == self._place.host), None)
-        interface = choose_interface(own, cards, configured_interface() or planned)
-        is_alone = machines.keys() == {own.machine}
-        if not is_alone:
-            use_interface(interface)
+        cards = self._compare_cards(own)
+        interface = self._choose_interface(own, cards)
         server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
         family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
         with socket.create_server((interface.address, 0), family=family) as listener:
             port = server.port if server else int(listener.getsockname()[1])
-            digests = self._own_digests if self._place.has_others_elsewhere else {}
-            check_tensors(own, digests, "than the run began with", self._place.digests)
-            # On which the run agreed in an earlier epoch.
-            run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
-            slots = run.kv_slots if run else 0
-            kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
-            self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
-            addresses = self._gather(AddressEvent, MEETING_SECONDS)
-            for card, address in zip(cards[: own.rank], addresses, strict=False):
-                check_tensors(own, digests, f"than {_name(card)}", address.digests)
-            if self._place.local_rank == 0:
-                self._probe(own, cards, addresses)
+            slots = self._earlier_slots()
+            addresses = self._exchange_addresses(own, cards, interface, port, slots)
             store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
-            store = store_of_epoch(store, self._scheduler.epoch)
-            rendezvous = Rendezvous(own.rank, len(cards), store, MEETING_SECONDS, interface.name)
-            models: dict[str, dict[str, str]] = {}  # of the tensors that all ranks together read
-            for address in addresses:
-                for model, tensors in address.digests.items():
-                    models.setdefault(model, {}).update(tensors)
-            measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
-            agreed = slots or (agreed_budget(self._spec, measured).tokens if measured else None)  # None follows from the settings
-            of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
-            yield Met(rendezvous, interface, of_models, digests, agreed, is_alone)
+            yield self._agree(interface, addresses, store, slots, _share_a_machine(cards))
+
+    def _compare_cards(self, own: CardEvent) -> list[CardEvent]:
+        """Publish this rank's card. Returns those of all ranks, by rank."""
+        self._publish(own)
+        cards = self._gather(CardEvent, MEETING_SECONDS)
+        check_cards(own, cards[0])
+        check_nccl(own, cards[1:], self._nccl_versions)
+        hosts = {card.machine: card.host for card in cards}.values()
+        logger.info("all %d ranks have come; hosts: %s", len(cards), ", ".join(hosts))
+        return cards
+
+    def _choose_interface(self, own: CardEvent, cards: Sequence[CardEvent]) -> Interface:
+        planned = next((server.interface for server in self._spec.servers if server.host == self._place.host), None)
+        interface = choose_interface(own, cards, configured_interface() or planned)
+        if not _share_a_machine(cards):
+            use_interface(interface)
+        return interface
+
+    def _earlier_slots(self) -> int:
+        """KV slots on which the run agreed in an earlier epoch; 0 in the first one."""
+        run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
+        return run.kv_slots if run else 0
+
+    def _exchange_addresses(
+        self, own: CardEvent, cards: Sequence[CardEvent], interface: Interface, port: int, slots: int
+    ) -> list[AddressEvent]:
+        """Publish where this rank can be reached, its weights and memory. Returns the same of all ranks, by rank, once weights
+        have been compared and hosts reach each other.
+        """
+        digests = self._own_digests if self._place.has_others_elsewhere else {}
+        check_tensors(own, digests, "than the run began with", self._place.digests)
+        kv_bytes = self._memory.kv_bytes([card.rank for card in cards if card.gpu == own.gpu], slots)
+        self._publish(AddressEvent(own.rank, interface.address, port, digests, kv_bytes))
+        addresses = self._gather(AddressEvent, MEETING_SECONDS)
+        for card, address in zip(cards[: own.rank], addresses, strict=False):
+            check_tensors(own, digests, f"than {_name(card)}", address.digests)
+        if self._place.local_rank == 0:
+            self._probe(own, cards, addresses)
+        return addresses
+
+    def _agree(self, interface: Interface, addresses: Sequence[AddressEvent], store: Store, slots: int, is_alone: bool) -> Met:
+        """The results that follow from all addresses, the same on every rank but for its own part."""
+        rank = self._place.rank
+        store = store_of_epoch(store, self._scheduler.epoch)
+        rendezvous = Rendezvous(rank, len(addresses), store, MEETING_SECONDS, interface.name)
+        models: dict[str, dict[str, str]] = {}  # digests of all tensors that any rank reads
+        for address in addresses:
+            for model, tensors in address.digests.items():
+                models.setdefault(model, {}).update(tensors)
+        of_models = {model: combined(tensors) for model, tensors in models.items() if tensors}
+        measured = {one.rank: one.kv_bytes for one in addresses if one.kv_bytes is not None}
+        agreed = slots or (agreed_budget(self._spec, measured).tokens if measured else None)  # None follows from the settings
+        return Met(rendezvous, interface, of_models, addresses[rank].digests, agreed, is_alone)
 
     def loaded(self, description: RankDescription) -> None:
         """Report to rank 0 that this rank can serve."""
@@ -318,7 +343,7 @@ def choose_interface(
         if (address := interface_address(configured)) is None:
             raise UserError(f"{_name(own)} has no network interface {configured} with an address: see `pipedec doctor`")
         return Interface(configured, address, "configured")
-    if {card.machine for card in cards} == {own.machine}:
+    if _share_a_machine(cards):
         return Interface(interface_of(LOOPBACK) or "lo", LOOPBACK, "all ranks are on this machine")
     if not is_loopback(own.address) and (name := interface_of(own.address)):
         return Interface(name, own.address, "it routes to Redis")
@@ -332,6 +357,10 @@ def choose_interface(
 def use_interface(interface: Interface) -> None:
     """Set NCCL's interface; not to be called on a single machine, where NCCL needs none."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface.name}")
+
+
+def _share_a_machine(cards: Sequence[CardEvent]) -> bool:
+    return len({card.machine for card in cards}) == 1
 
 
 def _name(card: CardEvent) -> str:

@@ -30,17 +30,16 @@ from pipedec.decoding.draft_rounds import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
-from pipedec.engine.admission import Admission
-from pipedec.engine.build import DTYPES, load_drafter, load_prompter, load_stage, new_scheduler, weights_on
+from pipedec.engine.build import DTYPES, Progress, load_drafter, load_prompter, load_stage, weights_on
 from pipedec.engine.devices import allocated, limit_threads, num_gpus, rank_device
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.experience_files import KeptExperience
+from pipedec.engine.rank_loops import draft_loop, wired
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.recorder import turn_of
 from pipedec.engine.stage_loop import StageLoop
 from pipedec.families import model_config
 from pipedec.hardware import DEVICES
-from pipedec.live.feed import LiveFeed
+from pipedec.live.feed import LiveFeed, about
 from pipedec.messages.run import Choice, LinkSpeed, RankDescription
 from pipedec.model import Usual, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
@@ -48,7 +47,6 @@ from pipedec.plan.budgets import kv_slots
 from pipedec.plan.spec import PipelineSpec, run_description
 from pipedec.scheduler import RankScheduler
 from pipedec.stage import StageWorker
-from pipedec.threads.sequences import Sequences
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
 from pipedec.transport.rendezvous import Store
@@ -94,7 +92,7 @@ class Rank:
         self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)
         self._memory = RankMemory(spec, self._place, self._device)
         self._meeting = Meeting(scheduler, self._place, spec, self._memory, store, self._activity, self._transport.versions)
-        self._digests: Mapping[str, str] = {}  # of the models, if ranks on several hosts have compared them
+        self._digests: Mapping[str, str] = {}  # by model, if ranks on several hosts have compared them
         self._first_epoch = scheduler.epoch
         # Whether requests wait for this process, which can serve without its draft model.
         self._loads_late = place.rank == 0 and scheduler.epoch > 0 and spec.draft is not None
@@ -176,27 +174,38 @@ class Rank:
         self._activity.begin("loading")
         self._clock_offset_us = measured_offset_us(self._scheduler.clock_us)
         began, loading = time.monotonic(), partial(self._report, "loading")
-
-        def load() -> StageWorker | DraftModel | None:
-            if self._place.rank > 0:
-                return load_stage(self._spec, self._place.rank, self._device, loading, self._timed_capture)
-            return None if self._loads_late else load_drafter(self._spec, self._device, loading, self._timed_capture)
-
-        model = allocated(load, self._name)
+        loop = self._load_stage(loading) if self._place.rank > 0 else self._load_draft(loading)
         self._memory.gpu = ""  # from now on its memory is taken
-        loop = self._new_loop(model)
         logger.info(
             "loaded in %.1f s: %d KV slots, knee %d rows", time.monotonic() - began, kv_slots(self._spec), self._spec.knee
         )
         gc.collect()
         gc.freeze()  # exclude loaded objects from garbage collection, which halts a timestep
-        self._cold = model
         return loop
+
+    def _load_stage(self, loading: Progress) -> StageLoop:
+        load = partial(load_stage, self._spec, self._place.rank, self._device, loading, self._timed_capture)
+        self._cold = worker = allocated(load, self._name)
+        return StageLoop(worker, self._place.rank, self._wiring())
+
+    def _load_draft(self, loading: Progress) -> DraftLoop:
+        drafter = None
+        if not self._loads_late:
+            drafter = allocated(partial(load_drafter, self._spec, self._device, loading, self._timed_capture), self._name)
+        self._cold, prompter = drafter, load_prompter(self._spec)
+        make_feed = partial(LiveFeed, about(self._spec, self._scheduler.run_id), prompter.text)
+        kept = KeptExperience(self._spec, self._device, self._digests)
+        load_late = self._load_late if self._loads_late else None
+        return draft_loop(self._spec, self._wiring(), prompter, kept, drafter, load_late, make_feed)
+
+    def _wiring(self) -> Wiring:
+        tracer = Tracer(self._place.rank, clock_offset_us=self._clock_offset_us)
+        return wired(self._spec, self._scheduler, self._transport, tracer, self._activity, self._device, self._streams)
 
     def _load_late(self) -> Drafter:
         """Load the draft model; runs in a thread of its own."""
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # which is set per thread
+            torch.cuda.set_device(self._device)  # it is set per thread
         drafter = allocated(lambda: load_drafter(self._spec, self._device, capture=self._timed_capture), self._name)
         assert drafter is not None
         drafter.warm_up(self._usual)
@@ -219,47 +228,6 @@ class Rank:
                 return captured
 
         return timed
-
-    def _new_loop(self, model: StageWorker | DraftModel | None) -> DraftLoop | StageLoop:
-        spec = self._spec
-        wiring = Wiring(
-            self._scheduler, self._transport, spec.topology,
-            tracer=Tracer(self._place.rank, clock_offset_us=self._clock_offset_us),
-            sequences=Sequences(spec.target),
-            place=self._device,
-            emulation=spec.emulation,
-            window=spec.window,
-            tunes_passage=spec.tunes_passage and spec.emulation is None,
-            duplex=spec.duplex,
-            activity=self._activity,
-            device=self._streams,
-            turn=turn_of(spec.emulation, self._place.rank, self._scheduler.run_id),
-        )  # fmt: skip
-        if isinstance(model, StageWorker):
-            return StageLoop(model, self._place.rank, wiring)
-        limits, prompter = spec.settings.limits, load_prompter(spec)
-        kept = KeptExperience(spec, self._device, self._digests)
-        about = {  # for the first frame of the live feed
-            "epoch": 0,
-            "run": self._scheduler.run_id,
-            "target": spec.target.name,
-            "draft": None if spec.draft is None else spec.draft.name,
-            "method": None,
-            "emulated": None if spec.emulation is None else spec.emulation.preset,
-            "stages": spec.topology.num_stages,
-            "groups": spec.topology.num_groups,
-        }
-        requests = new_scheduler(spec, model, wiring.place, experience=kept.experience)
-        stages, capacity = spec.topology.num_stages, requests.kv.capacity
-        return DraftLoop(
-            wiring,
-            Admission(prompter, wiring.sequences, stages, capacity, limits.tree, limits.shared_suffixes),
-            requests,
-            limits.max_num_seqs,
-            keep=kept.keep,
-            load_drafter=self._load_late if self._loads_late else None,
-            make_feed=partial(LiveFeed, about, prompter.text),
-        )
 
     def _description(self, met: Met, backend: Choice, link: LinkSpeed | None) -> RankDescription:
         """The description of this rank for users."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
@@ -35,7 +36,7 @@ _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 class ModuleNames:
     """Where a model of transformers keeps its parts, as paths of modules."""
 
-    base: str  # of the model without head
+    base: str  # the model without head
     embedding: str
     layers: str
     norm: str
@@ -299,7 +300,7 @@ class _Seen:
         self.rows: dict[tuple[str, str], Any] = {}  # what linear maps were called with, by parent and name
 
 
-_seen: list[_Seen] = []  # the observation that is going on
+_seen: ContextVar[_Seen] = ContextVar("seen")  # what the observed run has shown so far
 
 
 def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShape, ...], bool, tuple[tuple[str, ...], ...]]:
@@ -316,7 +317,7 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
             parent, _, own = path.rpartition(".")
             hooks.append(module.register_forward_pre_hook(partial(_note_rows, seen, (parent, own))))
     ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
-    _seen.append(seen)
+    before = _seen.set(seen)
     try:
         model.to("meta")
         for module in model.modules():  # which would look at positions to choose their frequencies
@@ -328,7 +329,7 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
     except Exception as error:  # of any type: it is the architecture's own code
         raise _refusal(name, f"computes in a way that cannot be observed ({_shown(error)})") from None
     finally:
-        _seen.remove(seen)
+        _seen.reset(before)
         for hook in hooks:
             hook.remove()
     missing = [layer for layer in range(len(layers)) if not (layer in seen.cached and layer in seen.attention)]
@@ -380,7 +381,7 @@ def _observed_attention(
     softcap: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     reach = attention_mask.reach if isinstance(attention_mask, _SeenMask) else None
-    _seen[-1].attention[int(module.layer_idx)] = LayerShape(
+    _seen.get().attention[int(module.layer_idx)] = LayerShape(
         query.shape[1], key.shape[1], key.shape[3], value.shape[3], reach, scaling, softcap
     )
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None

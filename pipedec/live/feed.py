@@ -39,12 +39,27 @@ from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request, Scheduler, events
 from pipedec.live.reading import VERSION, Frame
+from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Remaining, ThreadChanges, apply_verdict
 
 _PROMPT = 400  # characters of a prompt that are shown
 
 Text = Callable[[Sequence[int]], str]
+
+
+def about(spec: PipelineSpec, run_id: str) -> Frame:
+    """The fields of the first frame of a run with this pipeline."""
+    return {
+        "epoch": 0,
+        "run": run_id,
+        "target": spec.target.name,
+        "draft": None if spec.draft is None else spec.draft.name,
+        "method": None,
+        "emulated": None if spec.emulation is None else spec.emulation.preset,
+        "stages": spec.topology.num_stages,
+        "groups": spec.topology.num_groups,
+    }
 
 
 class LiveFeed:
@@ -68,7 +83,7 @@ class LiveFeed:
         self._answer_text = answer_text
         self._send = send
         self._now_us = now_us
-        self._texts: dict[int, str] = {}  # of single tokens
+        self._texts: dict[int, str] = {}  # texts of single tokens
         self._timestep = 0
         self._requests: dict[int, _WatchedRequest] = {}
         self._frames: list[Frame] = []  # after the one of the present timestep
@@ -204,9 +219,9 @@ class _WatchedRequest:
         self.latest: Frame | None = None  # the frame of its last verdict, until rows follow
         self.num_shown = 0  # characters of the answer that are in frames
         self._is_default = False  # decoded by the default method
-        self._num_rows = 0  # that are in frames
+        self._num_rows = 0  # rows that are in frames
         self._trees: dict[int, _Tree] | None = None  # by thread; None while the rows in flight are not known
-        self._sequence: ThreadSequence | None = None  # of the threads of ``_trees``
+        self._sequence: ThreadSequence | None = None  # the threads of ``_trees``
 
     def open(self, opened: events.RequestOpened, is_seen: bool = True) -> None:
         """Note a new lane; ``is_seen`` if none of its rows have entered before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -38,7 +39,6 @@ class ModuleLayers(StageLayers):
         _register()
         self.can_capture = "dynamic" not in map(rope_type, config.ropes)
         self._config, self._names = config, config.names
-        self._now: _Forward | None = None  # the forward that is going on
         self._embedding_VE: Int8Matrix | None = None  # if it is quantized; else it is in its module
         self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
         self._model, self._normed = getattr(self._causal, self._names.base), _Normed()
@@ -48,7 +48,7 @@ class ModuleLayers(StageLayers):
         stack = self._module(self._names.layers)
         for number, layer in enumerate(stack):
             if number not in layers:
-                stack[number] = _Elsewhere(layer, config.returns_tuple, self._entering if number == layers.start - 1 else None)
+                stack[number] = _Elsewhere(layer, config.returns_tuple, number == layers.start - 1)
         for module in stack.modules():
             if hasattr(module, "layer_idx"):
                 module.pipedec_attend = self._attend
@@ -57,18 +57,18 @@ class ModuleLayers(StageLayers):
             for name, buffer in buffers.items():
                 setattr(module, name, buffer.to(storage.device))
             if config.depends_on_length and any(name.endswith("inv_freq") for name in buffers):
-                self._model.set_submodule(path, _RowRotary(module, self._lengths))
+                self._model.set_submodule(path, _RowRotary(module))
 
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
         hidden_RE = self.embedded(inputs, self._looked_up) if self.is_first else inputs
-        self._now = _Forward(hidden_RE[None], rows)
+        before = _forward.set(_Forward(hidden_RE[None], rows))
         try:
             output = self._model(
-                inputs_embeds=hidden_RE[None], position_ids=rows.positions[None], past_key_values=_PoolCache(self._update),
-                use_cache=True,
+                inputs_embeds=hidden_RE[None], position_ids=rows.positions[None],
+                past_key_values=_PoolCache(partial(self._update, rows)), use_cache=True,
             )  # fmt: skip
         finally:
-            self._now = None
+            _forward.reset(before)
         hidden_1RE: Tensor = output.last_hidden_state
         return hidden_1RE[0]
 
@@ -111,10 +111,9 @@ class ModuleLayers(StageLayers):
 
     # What the modules call
 
-    def _update(self, keys_1KRD: Tensor, values_1KRD: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    def _update(self, rows: Rows, keys_1KRD: Tensor, values_1KRD: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Write what a layer caches to the pool. Returns what it attends to, if it has to compute that from latents."""
-        assert self._now is not None
-        rows, layer = self._now.rows, number - self.layers.start
+        layer = number - self.layers.start
         rows.pool.write(layer, rows.slots, keys_1KRD[0].transpose(0, 1), values_1KRD[0].transpose(0, 1))
         if self.shape.layers[layer].latents is None:
             return keys_1KRD, values_1KRD
@@ -123,19 +122,10 @@ class ModuleLayers(StageLayers):
 
     def _attend(self, number: int, q_1HRD: Tensor, keys: Tensor, values: Tensor, sinks_H: Tensor | None) -> Tensor:
         """[1, R, H, D]. ``keys`` and ``values`` matter only if they were computed from latents."""
-        assert self._now is not None
-        attention, layer, q_RHD = self._now.rows.attention, number - self.layers.start, q_1HRD[0].transpose(0, 1)
+        attention, layer, q_RHD = _forward.get().rows.attention, number - self.layers.start, q_1HRD[0].transpose(0, 1)
         if self.shape.layers[layer].latents is None:
             return attention.attend(q_RHD, layer, sinks_H)[None]
         return cast(LatentAttention, attention).attend_expanded(q_RHD, keys[0], values[0], layer)[None]
-
-    def _entering(self) -> Tensor:
-        assert self._now is not None
-        return self._now.hidden_1RE
-
-    def _lengths(self) -> Tensor:
-        assert self._now is not None
-        return self._now.rows.lengths
 
     # Weights
 
@@ -206,10 +196,13 @@ class ModuleLayers(StageLayers):
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward that is going on: what enters the stage's first layer, and its rows."""
+    """A call of the model: what enters the stage's first layer, and its rows. Models do not pass it on to all of their parts."""
 
     hidden_1RE: Tensor
     rows: Rows
+
+
+_forward: ContextVar[_Forward] = ContextVar("forward")
 
 
 class _Matrix:
@@ -267,20 +260,20 @@ class _Product(nn.Module):
 
 
 class _Elsewhere(nn.Module):
-    """A layer of another stage: hands on the hidden state, or ``entering`` what this stage got from the one before.
+    """Skips a layer of another stage. The last one before this stage's layers returns what enters them.
 
     It has the attributes of the layer, since the model may ask for its kind.
     """
 
-    def __init__(self, layer: nn.Module, returns_tuple: bool, entering: Callable[[], Tensor] | None) -> None:
+    def __init__(self, layer: nn.Module, returns_tuple: bool, is_last: bool) -> None:
         super().__init__()
         own = vars(self)
         own.update({name: value for name, value in vars(layer).items() if name not in own})
-        self._returns_tuple, self._entering = returns_tuple, entering
+        self._returns_tuple, self._is_last = returns_tuple, is_last
 
     def forward(self, hidden_1RE: Tensor, *_: Any, **__: Any) -> Any:
-        handed_on = hidden_1RE if self._entering is None else self._entering()
-        return (handed_on,) if self._returns_tuple else handed_on
+        skipped = _forward.get().hidden_1RE if self._is_last else hidden_1RE
+        return (skipped,) if self._returns_tuple else skipped
 
 
 class _Normed(nn.Module):
@@ -303,10 +296,10 @@ class _NormedOutput(BaseModelOutputWithPast):
 class _RowRotary(nn.Module):
     """A rotary embedding whose frequencies depend on a sequence length: here on each row's own, as if it were decoded alone."""
 
-    def __init__(self, inner: Any, lengths: Callable[[], Tensor]) -> None:
+    def __init__(self, inner: Any) -> None:
         super().__init__()
-        self._inner, self._lengths = inner, lengths
-        self._compute = partial(inspect.unwrap(type(inner).forward), inner)  # with the frequencies that are set
+        self._inner = inner
+        self._compute = partial(inspect.unwrap(type(inner).forward), inner)  # computes with the frequencies that are set
         if inner.rope_type == "longrope":
             self._original_length: int = inner.config.rope_parameters["original_max_position_embeddings"]
             nowhere = torch.zeros(1, 1, 1, device=inner.inv_freq.device)
@@ -314,11 +307,11 @@ class _RowRotary(nn.Module):
             self._frequencies = inner.original_inv_freq.to(nowhere.device), inner.long_inv_freq
 
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        lengths_R = _forward.get().rows.lengths
         if self._inner.rope_type == "longrope":
             short, long = (self._with(frequencies, hidden, position_ids) for frequencies in self._frequencies)
-            is_long_1R1 = (self._lengths() > self._original_length)[None, :, None]
+            is_long_1R1 = (lengths_R > self._original_length)[None, :, None]
             return tuple(torch.where(is_long_1R1, *values) for values in zip(long, short, strict=True))
-        lengths_R = self._lengths()
         found: list[tuple[Tensor, ...]] = []
         for length, position in zip(lengths_R.tolist(), position_ids.unbind(1), strict=True):
             self._inner.max_seq_len_cached = 0  # or it would keep the frequencies of the longest sequence
