@@ -19,9 +19,9 @@ from pipedec.core.limits import KNEE_ROWS, MAX_FORWARDS
 from pipedec.core.request import DEFAULT_METHOD, MethodOptions, TokenizedRequest
 from pipedec.core.values import field_hints, range_of, shortened, value_of
 
-MAX_ROWS = 512  # of one request that enter at one timestep
-MAX_DRAFTED_ROWS = 2048  # of one request that are drafted at one timestep
-MAX_CHOICES = 32_768  # of one request below the rows that it drafts at one timestep
+MAX_ROWS = 512  # rows of a request that enter at a timestep
+MAX_DRAFTED_ROWS = 2048  # rows of a request that are drafted at a timestep
+MAX_CHOICES = 32_768  # children of all rows that a request drafts at a timestep
 MAX_CHILDREN = 128
 MAX_DEPTH = 64
 Proposer = Literal["draft", "ngrams"]

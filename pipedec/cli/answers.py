@@ -128,7 +128,7 @@ class Pages:
     def __init__(self, count: int) -> None:
         self._held: list[list[str]] = [[] for _ in range(count)]
         self._is_closed = [False] * count
-        self._shown = 0  # whose text goes out as it comes
+        self._shown = 0  # the one whose text goes out as it comes
 
     def add(self, index: int, text: str) -> None:
         if index == self._shown:

@@ -119,7 +119,7 @@ class Reply:
     position: str = "0"
     waits: bool = False
     _run_recovers: bool = False
-    _epochs: set[int] = field(default_factory=set)  # in which it continued
+    _epochs: set[int] = field(default_factory=set)  # epochs in which the answer continued
     _known: tuple[int, int] = (0, 0)  # tokens and characters
     _threads: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)  # the same of each decode thread
     _logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by ordinal

@@ -38,7 +38,7 @@ class WatchedHost:
     """The host of a watch."""
 
     node: str  # its name in ``Supervision.places``
-    processes: RankProcesses  # of its ranks
+    processes: RankProcesses  # its ranks
     start_rank: Callable[[int], None]  # starts the process of a rank here, for the first time or again
     keep_redis: Callable[[], None] | None = None  # called at every turn; restarts Redis if it has died; None if not started here
     on_recovery: Callable[[Recovery], None] = lambda recovery: None  # called with every recovery when it is over

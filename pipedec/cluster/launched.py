@@ -77,9 +77,9 @@ class LaunchedCluster(Supervisor):
         self._owns_redis = self.redis_host is not None
         self._log_path = log
         self._log: IO[str] | None = None
-        self._is_watched = False  # by the nodes
+        self._is_watched = False  # whether nodes watch the run
         self._listed: TensorDigests | None = None  # here, if there are several hosts, which may have different weights
-        self._digests: dict[int, TensorDigests] = {}  # that ranks have reported
+        self._digests: dict[int, TensorDigests] = {}  # digests that ranks have reported
         self._announced = 0  # the last epoch that was passed to ``on_recovery``
 
     def _open_redis(self) -> str:

@@ -73,7 +73,7 @@ class LeaseKeeper:
         self._thread = threading.Thread(target=self._keep, name=f"lease of rank {place.rank}", daemon=True)
 
     def start(self) -> None:
-        with suppress(EpochEnded):  # which the meeting will notice
+        with suppress(EpochEnded):  # the meeting will notice it
             self._renew()
         self._thread.start()
 
@@ -127,7 +127,7 @@ class LeaseKeeper:
             self._renew()
             if self._place.recovers:
                 is_known = self._scheduler.current_epoch() is not None
-                if self._is_up and not is_known:  # which makes an end of the epoch, too
+                if self._is_up and not is_known:  # that ends the epoch, too
                     raise EpochEnded(str(self._scheduler.lost_run()))
                 self._is_up |= is_known
             self._trouble = None

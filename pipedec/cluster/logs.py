@@ -22,8 +22,8 @@ from pipedec.config import state_directory
 from pipedec.config.settings import LogLevel
 from pipedec.core.errors import PipedecError
 
-MOST_BYTES = 10_000_000  # of a file, and of the older one that is kept beside it
-MOST_RUNS = 20  # whose logs are kept, besides those of runs that are up
+MOST_BYTES = 10_000_000  # size of a log, and of the older one that is kept beside it
+MOST_RUNS = 20  # runs whose logs are kept, besides those that are up
 WATCH = "watch"  # the log of the supervisor that replaces the ranks of a host
 _PACKAGE = logging.getLogger("pipedec")
 

@@ -63,7 +63,7 @@ class NodeRun:
         check_here(host_parts(config, self._spares.standing_by).get(host, ()), "this host")
         self._scheduler: SupervisorScheduler | None = None
         self._log = ExitStack()
-        self._placed: dict[int, Placement] = {}  # of the ranks that were started here
+        self._placed: dict[int, Placement] = {}  # the ranks that were started here
 
     def start_rank(self, rank: int) -> None:
         """Start the process of a rank, for the first time or again."""

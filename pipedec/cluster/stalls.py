@@ -15,9 +15,9 @@ _TIMESTEPS = 2.0  # how many timesteps a rank may wait, each as long as all stag
 _RINGS = 5.0  # how many times the latency of all links a rank may wait besides
 _AWAY_SECONDS = 6.0  # that a link may be silent: TCP repeats what was lost in 3 s when up to twice as many have passed
 _BUSY = ("computing", "warming", "loading", "meeting", "connecting")
-LEAST_SECONDS = 4.0  # that a timestep may take by default
+LEAST_SECONDS = 4.0  # a timestep may take so long by default
 _PLANNED_TIMESTEPS = 20.0  # how many times its planned duration a timestep may take
-_WARMING_SECONDS = 120.0  # that a computation may take for the first time
+_WARMING_SECONDS = 120.0  # a computation may take so long for the first time
 _REPORT_SECONDS = 2.0  # a live rank reports its activity more often than this
 _APART_SECONDS = 3.0  # a host that cannot be reached for longer is cut off
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 MAX_LOGPROBS = 20
-STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # of ``StructuredOutputs``
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # fields of ``StructuredOutputs`` that name a structure
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _Share = Annotated[float, Meta(ge=0, le=1)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]

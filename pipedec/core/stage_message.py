@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-NUM_ROW_IDS = 3  # of each row that is sent: token id, parent, thread
+NUM_ROW_IDS = 3  # what travels of each row: token id, parent, thread
 ROW_ID_BYTES = 8 * NUM_ROW_IDS  # as int64
 
 

@@ -27,7 +27,7 @@ class Accepted(NamedTuple):
 
 
 SURPRISAL_UNIT = 1 / 256
-MAX_SURPRISAL = 2**13  # of a token that cannot be chosen, or whose logit is no number
+MAX_SURPRISAL = 2**13  # for a token that cannot be chosen, or whose logit is no number
 FinishReason = Annotated[str, Meta(pattern=r"^(stop|length|cancelled|cache_full|paused|corrupted|failed)\Z")]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from pipedec.core.errors import PipedecError
 from pipedec.live.reading import Frame
 
-_MOST_BATCHES = 64  # that wait for a viewer
+_MOST_BATCHES = 64  # batches that wait for a viewer
 _LOOK_SECONDS = 0.5  # between two looks whether the server ends
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
 
@@ -80,7 +80,7 @@ class Viewer:
         self._news.set()
 
     async def take(self) -> tuple[list[Frame], int]:
-        """Wait a moment for frames: those that there are, and how many were dropped before them."""
+        """Wait a moment for frames. Returns all queued frames, and the number dropped before them."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._news.wait()

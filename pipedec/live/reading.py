@@ -16,7 +16,7 @@ VERSION = 1  # of the frames
 Frame = dict[str, Any]
 
 STATS_SECONDS = 1.0  # between two frames of figures, and two renewals of the watcher's lease
-READ_SECONDS = 0.5  # that a read waits
+READ_SECONDS = 0.5  # how long a read waits
 _REMEMBERED = 200  # tokens that the hit rate covers
 
 
@@ -25,13 +25,13 @@ class LiveReading:
 
     def __init__(self, run: str) -> None:
         self._run = run
-        self._number: int | None = None  # of the last batch
+        self._number: int | None = None  # the last batch's
         self._hits: deque[bool] = deque(maxlen=_REMEMBERED)
         self._opened: dict[int, int] = {}  # when requests without tokens were opened, in µs
-        self._first: dict[int, tuple[int, int]] = {}  # of running requests: time of their first tokens, and number of tokens
+        self._first: dict[int, tuple[int, int]] = {}  # by running request: time of its first tokens, and number of tokens
         self._ttft_ms: float | None = None
         self._tpot_ms: float | None = None
-        self._tokens = 0  # that were accepted
+        self._tokens = 0  # accepted tokens
         self._last: tuple[int, int] | None = None  # when the last figures were made, in µs, and the tokens by then
 
     def missed(self, shown: FrameBatch) -> Frame | None:

@@ -40,7 +40,7 @@ class FirstForward:
     """A forward of rows of one request: of a tree, or of a prompt."""
 
     rows: int  # including masks
-    slots: int  # that the rows attend to, including their own
+    slots: int  # slots that the rows attend to, including their own
     is_prompt: bool = False
     masks: int = 0  # how many of the rows are masks, the last ones
 

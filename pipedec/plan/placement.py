@@ -151,7 +151,7 @@ def ring_latency_us(config: ClusterConfig, hosts: Sequence[str]) -> float:
     return sum(config.network.link(source, target).latency_us for source, target in itertools.pairwise([*hosts, hosts[0]]))
 
 
-EXACT_STOPS = 8  # for which all orders are compared
+EXACT_STOPS = 8  # up to so many stops all orders are compared
 
 
 def shortest_round(start: str, stops: Sequence[str], length: Callable[[str, str], int]) -> list[str]:

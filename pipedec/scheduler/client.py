@@ -35,7 +35,7 @@ CONNECT_SECONDS = 3.0
 # commands wait at most BLOCK_SECONDS.
 REPLY_SECONDS = 10.0
 BLOCK_SECONDS = 5.0
-MAX_CONNECTIONS = 16  # of a process with an event loop
+MAX_CONNECTIONS = 16  # for a process with an event loop
 PATIENCE_SECONDS = 10.0  # how long a server may refuse commands temporarily
 _REFUSALS = (redis.exceptions.BusyLoadingError, redis.exceptions.MasterDownError, redis.exceptions.OutOfMemoryError)
 _REASONS = {

@@ -12,8 +12,8 @@ from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStat
 from pipedec.scheduler.workflow import Payload, Task
 
 WATCH_SECONDS = 5.0  # duration of a viewer's lease
-SHOWN_BATCHES = 128  # of the live feed that are kept
-SHOWN_SECONDS = 15.0  # that the live feed is kept after its last batch
+SHOWN_BATCHES = 128  # batches of the live feed that Redis keeps
+SHOWN_SECONDS = 15.0  # the live feed is kept so long after its last batch
 SESSION_TRACE = 4096  # windows of a session whose trace is kept
 TASKS_TRACE = 1_000_000  # single tasks whose trace is kept, while a request is traced
 

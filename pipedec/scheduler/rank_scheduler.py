@@ -31,7 +31,7 @@ from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json, to_json
 
-NODE_LEASE_MS = 3000  # of a supervisor
+NODE_LEASE_MS = 3000  # a supervisor's
 SLOW_NODE_LEASE_MS = 8000  # on slow links: more than one may be silent, less than ranks wait for one another (``cluster.stalls``)
 
 
@@ -49,7 +49,7 @@ class RankScheduler(BaseScheduler):
         self._workflow = -1  # its number
         self._knows_finish = False  # the server has the script
         self._num_shown = 0  # batches of the live feed
-        self._stats = ""  # of this process's stage, as JSON
+        self._stats = ""  # this process's, as JSON
         self._entries = "," + ",".join(map(str, topology.entry_ranks)) + ","
 
     @property

@@ -14,7 +14,7 @@ from pipedec.core.values import shortened
 from pipedec.families import json_object
 from pipedec.gguf import model_files
 
-AUTO, NEUTRAL = "auto", "vllm"  # of --generation-config, which else is a directory
+AUTO, NEUTRAL = "auto", "vllm"  # values of --generation-config that are no directory
 _FILE = "generation_config.json"
 _NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _HINT = f"correct it, or give --generation-config {NEUTRAL}"
@@ -26,7 +26,7 @@ class SamplingDefaults:
     """Values of the parameters of ``SamplingParams`` that a request does not set."""
 
     values: dict[str, Any] = field(default_factory=lambda: dict(_NEUTRAL))
-    max_tokens: int | None = None  # of a chat; None for all that fits into the context
+    max_tokens: int | None = None  # of a chat's answer; None for all that fit into the context
     source: str = NEUTRAL  # the file that they come from; ``vllm`` for vLLM's and OpenAI's own defaults
 
 

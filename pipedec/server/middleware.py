@@ -127,7 +127,7 @@ class _Body:
     async def receive(self) -> Message:
         """Raises ApiError."""
         if self._has_come:
-            return await self._receive()  # that the client has gone
+            return await self._receive()  # the news that the client has gone
         self.is_complete = False
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):

@@ -35,9 +35,9 @@ _AS_THEY_ARE = (
 class GenerationParams:
     """The parameters of a body, besides its prompts."""
 
-    sampling: SamplingParams  # of the first choice, but for ``max_tokens``
-    context: int  # of the model, in tokens
-    vocab_size: int  # of the model
+    sampling: SamplingParams  # the first choice's, except ``max_tokens``
+    context: int  # the model's, in tokens
+    vocab_size: int  # the model's
     max_tokens: int | None  # None if it is not given; 0 for the prompt alone
     default_max_tokens: int | None  # if it is not given; None for all that fits
     n: int  # choices per prompt

@@ -24,7 +24,7 @@ from pipedec.tree import Forest, ThreadChanges
 
 Path = tuple[int, list[int]]  # thread, and its tokens that are not accepted yet
 Forecast = tuple[tuple[int, ...], ...]  # see ``Accepted.forecast``
-Prediction = tuple[tuple[int, ...], tuple[int, ...]]  # of one mask: tokens, best first, and their surprisals
+Prediction = tuple[tuple[int, ...], tuple[int, ...]]  # what a mask predicts: tokens, best first, and their surprisals
 
 
 class TokenChooser:
@@ -39,7 +39,7 @@ class TokenChooser:
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
             self._start(0)
-        self._predictor = TokenPredictor.of(sampling, vocab_size, device)  # of what masks predict
+        self._predictor = TokenPredictor.of(sampling, vocab_size, device)  # chooses the tokens that masks predict
 
     def add_prompt(self, token_ids: Tensor) -> None:
         """Add a chunk of the prompt: int64 [any number]."""
@@ -138,7 +138,7 @@ class Walk(NamedTuple):
     """Rows of one thread, each the child of the one before, and the target's tokens after them, which are accepted."""
 
     thread: int
-    rows: list[int]  # of the forest
+    rows: list[int]  # numbers in the forest
     tokens: tuple[int, ...]
 
 
@@ -201,7 +201,7 @@ class Forecasts:
     def __init__(self, chooser: TokenChooser, tokens_per_mask: int) -> None:
         self._chooser = chooser
         self._tokens_per_mask = tokens_per_mask
-        self._predictions: list[Prediction | None] = []  # of each of the N rows; None for other rows than masks
+        self._predictions: list[Prediction | None] = []  # by row [N]; None for rows that are no masks
 
     def first(self, logits_MV: Tensor, position: int) -> Tensor:
         """The predictions of the masks after the prompt, the first of which predicts the token at ``position``."""

@@ -274,7 +274,7 @@ class StageWorker:
 
 
 def known_finite(values: Tensor) -> bool:
-    """Whether all values are finite, as far as that is known without waiting for a device: then there is nothing to mark.
+    """True if all values are known to be finite, so that there is nothing to mark. Never synchronises with a device.
 
     Checks their sum, which costs a hundredth of checking each value: it is finite only if all of them are. (It may overflow
     although they are; then they are all checked.)

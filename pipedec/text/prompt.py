@@ -21,7 +21,7 @@ from pipedec.gguf import model_files
 from pipedec.text.stream import StopStrings, TextStream
 from pipedec.text.tokenizer import Tokenizer, configuration, content, has_tokenizer, load_for_training
 
-_SHOWN_TOKENS = 3  # of those in which two vocabularies differ
+_SHOWN_TOKENS = 3  # examples that an error shows of tokens in which two vocabularies differ
 
 
 class Prompter:

@@ -50,7 +50,7 @@ class Tokenizer:
         is_bpe = isinstance(self._backend.model, tokenizers.models.BPE)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces")) and not is_bpe
         self._template_sources = _read_templates(directory, config)
-        self._wants_parts: dict[str, bool] = {}  # by source of a template
+        self._wants_parts: dict[str, bool] = {}  # by the template's source
 
     def __len__(self) -> int:
         """The number of tokens, added ones included; without gaps all ids are below it."""

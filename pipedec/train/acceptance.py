@@ -28,7 +28,7 @@ from pipedec.methods import BestFirstOptions
 from pipedec.train.continuations import SplitPrompts
 
 NUM_PROMPTS = 24
-_SHARE = 0.25  # of the measured weights
+_SHARE = 0.25  # how much of their difference from the built-in weights is kept
 _LIMITS = BestFirstOptions(width=16, forwards=2)
 
 

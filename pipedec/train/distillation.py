@@ -22,7 +22,7 @@ from pipedec.train.continuations import Model
 from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import replacing
 
-MOST_LIKELY = 64  # of the target's tokens that are kept; what is less likely is noise to a draft
+MOST_LIKELY = 64  # tokens of the target that are kept; the others are noise to a draft
 _ROWS = 64  # per file
 
 
@@ -45,8 +45,8 @@ class DistillationRows:
 
     ids: Tensor  # int64 [R, T], of the target
     weights: Tensor  # [R, T], of each token's loss
-    memory: TargetMemory  # of the same rows
-    vocabulary: DraftVocabulary | None = None  # of the draft, on the device of the training; None if it has the target's
+    memory: TargetMemory  # the target's predictions for these rows
+    vocabulary: DraftVocabulary | None = None  # the draft's, on the device of the training; None if it has the target's
 
     def losses(self, model: Callable[..., Any], rows: Tensor, greedy_share: float) -> Tensor:
         """The weighted sum of the tokens' losses.

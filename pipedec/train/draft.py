@@ -39,7 +39,7 @@ from pipedec.verify.reference import load_transformers
 
 HEAD_DIM = 64
 SCORED_ANSWERS = 24  # held-out ones of each set, by which the best step is chosen
-_STD = 0.02  # of new weights
+_STD = 0.02  # standard deviation of new weights
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 

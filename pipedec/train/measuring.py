@@ -80,7 +80,7 @@ def on_policy_agreement(draft: MeasuredDraft, answered: dict[str, list[Continuat
     """
     report: dict[str, dict] = {}
     for name, continuations in answered.items():
-        ranks = []  # of each token of an answer, among the draft's predictions
+        ranks = []  # each token's rank among the draft's predictions, by answer
         for continuation in continuations:
             ids, first = torch.tensor([continuation.ids], device=device), continuation.prompt_length
             ranks.append(draft.top_ranks(draft.logits(ids)[:, first - 1 : -1], ids[:, first:])[0].cpu())

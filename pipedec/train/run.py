@@ -31,7 +31,7 @@ from pipedec.flags import Help
 from pipedec.train.replicas import ALONE, Replicas
 
 Row = dict[str, Any]
-Cells = Callable[..., list[str]]  # of a measured row
+Cells = Callable[..., list[str]]  # the cells of a measured row
 CARDS = Path(__file__).parent / "cards"  # the templates
 
 
@@ -112,7 +112,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]
     Console().print(table)
 
 
-COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()  # of a progress bar
+COLUMNS = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()  # progress bar
 
 Figures = dict[str, Any]  # what is logged of a step: numbers and lists of numbers, "loss" among them
 

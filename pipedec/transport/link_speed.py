@@ -21,7 +21,7 @@ from pipedec.transport.links import HostLink, HostTransfer
 _ROUND_TRIPS = 5
 _TIMING_SECONDS = 0.05  # after which no further round trip begins
 _SENDING_SECONDS = 0.2  # from the first round trip on, after which the rest of the burst is empty
-_PARTS = 128  # of a burst
+_PARTS = 128  # in a burst
 _PART_BYTES = 14_000  # what TCP sends at once over a new connection; then twice that after every round trip
 _AT_ONCE = 3  # parts at least, in two windows of TCP
 _PING_TAG, _ECHO_TAG, _PART_TAG = 16, 17, 18

@@ -200,7 +200,7 @@ class TorchTransport:
     def _forget(self) -> None:
         """Drop the transfers that have not ended."""
         self._host_links: dict[int, HostLink] = {}  # by peer
-        self._device_links: dict[int, DeviceLink] = {}  # of activations, by peer; not of those that go through host memory
+        self._device_links: dict[int, DeviceLink] = {}  # for activations, by peer; not if they go through host memory
         self._senders: dict[Link, Sender] = {}
         self._receivers: dict[int, Receiver] = {}  # by peer
 
