@@ -263,12 +263,3 @@ def new_method(request: TokenizedRequest, sequence: ThreadSequence, resources: R
     module, _, name = entry.implementation.partition(":")
     method: Method = getattr(importlib.import_module(module), name)(request, sequence, resources, thread)
     return method
-
-
-def method_of(request: TokenizedRequest, sequence: ThreadSequence, resources: Resources) -> Method:
-    """The method of the whole answer. Raises UserError as ``new_method``."""
-    if not sequence.can_fork:
-        return new_method(request, sequence, resources)
-    from pipedec.decoding.threaded import ThreadedMethod  # only answers in threads need it
-
-    return ThreadedMethod(request, sequence, resources)

@@ -19,10 +19,11 @@ from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.stage_message import NewRequest, SlotRuns, Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding.budget import Claim, Demand
-from pipedec.decoding.method import DraftRoom, Method, Resources, method_of
+from pipedec.decoding.method import DraftRoom, Method, Resources, new_method
 from pipedec.kv import Lease
 from pipedec.methods import find_method, make_options
 from pipedec.threads import NewSequence
+from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import apply_verdict, is_mask
 
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded
@@ -111,7 +112,7 @@ class Request:
         request = self.asked
         if self.lacks_drafter:
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
-        self.method: Method = method_of(request, self.sequence, self._resources)
+        self.method: Method = _method_of(request, self.sequence, self._resources)
         prompt, answer = len(self.asked.prompt_token_ids), self.asked.sampling.max_tokens
         self.most = prompt + answer + self.method.together  # slots in one thread
 
@@ -261,3 +262,12 @@ class Request:
         main, *others = self.sequence.threads
         texts = [(self.asked.prompt_token_ids, main.token_ids), *(((), thread.token_ids) for thread in others)]
         return [(before, answer) for before, answer in texts if answer]
+
+
+def _method_of(request: TokenizedRequest, sequence: ThreadSequence, resources: Resources) -> Method:
+    """The method of the whole answer. Raises UserError as ``new_method``."""
+    if not sequence.can_fork:
+        return new_method(request, sequence, resources)
+    from pipedec.decoding.threaded import ThreadedMethod  # only answers in threads need it
+
+    return ThreadedMethod(request, sequence, resources)
