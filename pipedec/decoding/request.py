@@ -143,7 +143,6 @@ class Request:
         if not self._num_lanes:
             self.metrics.cached_tokens = min(lease.cached, self.sequence.prompt_length)
         self._num_lanes += 1
-        self.phase, self.is_known = Phase.PREFILLING, True
         self.entered = self.past = self._adoptable = lease.cached
         self.num_rescored = 0
         self.method.lane_opened()

@@ -152,6 +152,7 @@ class Scheduler:
             known = updates.get(number)
             updates[number] = update if known is None else replace(update, verdict=known.verdict)
             if update.opening is not None:
+                self.requests[number].is_known = True
                 self.emit(RequestOpened(self.requests[number], update.opening))
         arrived, self._arrived = self._arrived, []
         for request in arrived:
@@ -180,6 +181,7 @@ class Scheduler:
                     lease = self._memory.open(request)
                     if lease is None:
                         continue
+                    request.phase = Phase.PREFILLING
                     opening = request.open(lease)
                 if request.phase is Phase.PREFILLING:
                     step = request.enter_chunk(room)

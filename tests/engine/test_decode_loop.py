@@ -1,20 +1,24 @@
-"""The decode loop and its pool alone; most with a pipeline and a batch that record what they are asked to do."""
+"""The decode loop and its scheduler, with stages that answer what a test wants: what they are sent, and what listeners hear."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from support.drafters import IdleDrafter
 
+from pipedec import threads
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage
+from pipedec.core.stage_message import RequestUpdate, StageMessage
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, TimestepTiming
-from pipedec.engine.loop import (
+from pipedec.decoding import Experience, Resources, Scheduler, TimestepTiming
+from pipedec.decoding.controller import Controller
+from pipedec.decoding.events import (
     Advanced,
     Drained,
     Interrupted,
@@ -22,93 +26,103 @@ from pipedec.engine.loop import (
     RequestClosed,
     RequestEnded,
     RequestOpened,
-    RequestPool,
     Timestep,
     Waits,
-    decode,
 )
-from pipedec.faults import RequestFaults
+from pipedec.engine.loop import decode
 from pipedec.kv import KVManager
-from pipedec.threads import Sequence
+from pipedec.methods import StaticTreeOptions
+from pipedec.tree import Candidates, DraftRows
 
 TIMING = TimestepTiming(0.01, 0.005, (0.001,))
+PROMPT, MAX_TOKENS = (1, 2), 20
+LANE = len(PROMPT) + MAX_TOKENS + 1  # slots: of the prompt, of the answer, and of the row that enters
 Results = tuple[RequestUpdate, ...]
 
 
-class FakeRequest:
-    hits, misses = 3, 2
+@dataclass(frozen=True)
+class Sent:
+    """What one request's part of a message to the stages says."""
+
+    number: int
+    verdict: Verdict | None = None
+    opens: bool = False
+    tokens: tuple[int, ...] = ()  # of the rows that enter
 
 
-class Recorded:
-    """Pipeline and batch in one. ``results`` are those of every timestep.
+def sent(message: StageMessage) -> list[Sent]:
+    return [
+        Sent(one.number, one.verdict, one.opening is not None, () if one.step is None else tuple(one.step.token_ids.tolist()))
+        for one in message.updates
+    ]
+
+
+class Stages:
+    """A pipeline. ``results`` are those of every timestep.
 
     Attributes:
-        room: how many requests have memory at the same time.
-        short: requests that must be paused before the next timestep.
+        log: what it is sent, timestep by timestep.
+        last: what it is sent in the end.
+        are_computing: whether rank 0 does its own work now.
     """
 
-    passage = 1
-
-    def __init__(self, *results: Results, filling: int = 0, room: int = 9) -> None:
-        self.calls: list[Any] = []
-        self.faults = RequestFaults("rank 0")
-        self.requests: defaultdict[int, FakeRequest] = defaultdict(FakeRequest)
-        self.room = room
-        self.short: list[int] = []
+    def __init__(self, *results: Results, filling: int = 0) -> None:
+        self.log: list[Any] = []
+        self.last: list[Sent] | None = None
+        self.are_computing = False
         self._results = list(results)
         self._filling = filling
-        self._waiting: list[int] = []
-        self._open: list[int] = []
-
-    def open(self, request: TokenizedRequest, new_sequence: Any) -> None:
-        self._waiting.append(request.number)
-
-    def to_pause(self) -> list[int]:
-        short, self.short = self.short, []
-        return short
-
-    def pause(self, number: int) -> None:
-        self._open.remove(number)
-        self.calls.append(("pause", number))
-
-    def closed(self, number: int) -> None:
-        self._waiting.append(number)
-        self.calls.append(("closed", number))
-
-    def close(self, what: Any) -> None:
-        if isinstance(what, int):
-            for numbers in (self._open, self._waiting):
-                if what in numbers:
-                    numbers.remove(what)
-        self.calls.append(("close", what))
 
     def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
-        self.calls.append(("advance", number, [(one.number, one.opening, one.verdict) for one in entering.updates]))
+        self.log.append(sent(entering))
+        self.are_computing = True
         meanwhile()
+        self.are_computing = False
         return Timestep(number, entering, self._results.pop(0), TIMING if number > self._filling else None)
 
-    def apply(self, number: int, verdict: Verdict) -> None:
-        self.calls.append(("apply", number, verdict))
-        if verdict.finished:
-            self._open.remove(number)
-
-    def propose(self) -> dict[int, RequestUpdate]:
-        count = self.room - len(self._open)
-        opened, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._open += opened
-        return {number: RequestUpdate(number, OPENING) for number in opened}
-
-    def draft(self) -> None:
-        self.calls.append("draft")
-
-    def observe(self, timing: TimestepTiming) -> None:
-        self.calls.append("observe")
-
-    def interrupt(self) -> None:
-        self.calls.append("interrupt")
+    def close(self, last: StageMessage) -> None:
+        self.last = sent(last)
 
 
-Heard = dict[int, list[Any]]
+class Text:
+    """An answer whose text ends with a certain token."""
+
+    def __init__(self, end: int, cut: Verdict) -> None:
+        self._end, self._cut = end, cut
+
+    def cut(self, verdict: Verdict) -> Verdict:
+        return self._cut if self._end in verdict.tokens else verdict
+
+
+@dataclass
+class Desk:
+    """A scheduler with memory for ``room`` requests at a time, and what its listeners have heard of each request."""
+
+    room: int = 9
+    heard: dict[int, list[Any]] = field(default_factory=dict)
+    experience: Experience = field(default_factory=lambda: Experience(1))
+
+    def __post_init__(self) -> None:
+        kv = KVManager(self.room * LANE, 1, shares_prefixes=False)
+        self.scheduler = Scheduler(Resources(self.experience), kv, listeners=[self._hear])
+
+    def ask(self, *numbers: int, priority: int = 0, text: Text | None = None, method: str = "pp", options: Any = None) -> None:
+        for number in numbers:
+            asked = TokenizedRequest(number, PROMPT, SamplingParams(max_tokens=MAX_TOKENS), method, options, priority=priority)
+            self.scheduler.open(self.scheduler.prepare(asked, new_sequence, text))
+
+    def decode(self, stages: Stages, *admit: Callable[[], object]) -> list[tuple[int, Verdict]]:
+        """The verdicts of all requests. ``admit``: what happens before each timestep from the second on."""
+        happens = [lambda: None, *admit]
+        verdicts = decode(self.scheduler, stages, lambda: happens.pop(0)() if happens else None)  # type: ignore[func-returns-value]
+        return [(request.number, verdict) for request, verdict in verdicts]
+
+    def _hear(self, record: Record) -> None:
+        if not isinstance(record, Timestep | Drained):
+            self.heard.setdefault(record.request.number, []).append(short(record))
+
+
+new_sequence = partial(threads.Sequence, len(PROMPT), (), MAX_TOKENS)
 
 
 def short(record: Record) -> Any:
@@ -116,14 +130,15 @@ def short(record: Record) -> Any:
     match record:
         case Waits():
             return "waits"
-        case RequestOpened():
-            assert record.opening is OPENING and record.request.number == record.number and record.is_prefilling
+        case RequestOpened(request, opening):
+            assert request.opening is opening and not request.has_advanced
             return "opened"
-        case Advanced():
-            return record.verdict
-        case RequestEnded():
-            assert (record.hits, record.misses, record.failure) == (3, 2, None)
-            return record.reason
+        case Advanced(request, verdict):
+            assert not set(verdict.tokens) & set(request.sequence.main.token_ids), "the method follows the verdict after this"
+            return verdict
+        case RequestEnded(request, reason):
+            assert record.failure is None
+            return reason
         case RequestClosed():
             return "closed"
         case Interrupted():
@@ -131,87 +146,116 @@ def short(record: Record) -> Any:
     raise AssertionError(record)
 
 
-def pool_of(recorded: Recorded, *numbers: int, **cuts: Verdict) -> tuple[RequestPool, Heard]:
-    """A pool of requests that cuts verdicts on the token of a name, and what it emits of each request."""
-
-    def take(result: RequestUpdate) -> Verdict:
-        assert result.verdict is not None
-        return cuts.get(f"at_{result.verdict.tokens[0]}", result.verdict)
-
-    def note(record: Record) -> None:
-        if not isinstance(record, Timestep | Drained):
-            heard.setdefault(record.number, []).append(short(record))
-
-    heard: Heard = {}
-    pool = RequestPool(recorded, take, [note])  # type: ignore[arg-type]
-    for number in numbers:
-        pool.open(TokenizedRequest(number, (1, 2)), None)  # type: ignore[arg-type]
-    return pool, heard
-
-
 def says(number: int, *tokens: int, finished: str | None = None) -> RequestUpdate:
     return RequestUpdate(number, verdict=Verdict.of(*tokens, finished=finished))
 
 
-OPENING = NewRequest(2, SamplingParams())
 FIRST, LAST = Verdict.of(3), Verdict.of(4, 5, finished="stop")
 
 
-def test_a_timestep_is_propose_advance_accept_apply() -> None:
-    recorded = Recorded((says(0, 3),), (), (says(0, 4, 5, finished="stop"),))
-    pool, heard = pool_of(recorded, 0)
-    assert list(decode(pool, recorded)) == [(0, FIRST), (0, LAST)]  # type: ignore[arg-type]
-    assert recorded.calls == [
-        ("advance", 1, [(0, OPENING, None)]), "draft", "observe",
-        ("apply", 0, FIRST),
-        ("advance", 2, [(0, None, FIRST)]), "draft", "observe",
-        ("advance", 3, []), "draft", "observe",
-        ("apply", 0, LAST),
-        ("close", StageMessage((RequestUpdate(0, verdict=LAST),))),
+def test_a_timestep_is_a_message_to_the_stages_and_then_what_they_say() -> None:
+    """A method has followed a verdict when it is returned; the stages get it, and the next row, with the next message."""
+    desk, stages = Desk(), Stages((says(0, 3),), (), (says(0, 4, 5, finished="stop"),))
+    desk.ask(0)
+    verdicts = decode(desk.scheduler, stages)
+    request, verdict = next(verdicts)
+    assert (request.number, verdict, request.sequence.main.token_ids) == (0, FIRST, [3])
+    assert stages.log == [[Sent(0, opens=True, tokens=PROMPT)]]
+    assert [verdict for _, verdict in verdicts] == [LAST] and request.sequence.main.token_ids == [3, 4, 5]
+    assert stages.log[1:] == [[Sent(0, FIRST, tokens=(3,))], []]
+    assert stages.last == [Sent(0, LAST)]
+    assert desk.heard[0] == ["opened", FIRST, LAST, "stop", "closed"]
+    assert (request.metrics.hits, request.metrics.misses) == (1, 1)
+
+
+class NotingDrafter(IdleDrafter):
+    """Proposes nothing, and notes when it is asked."""
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+
+    def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
+        assert self._stages.are_computing
+        self._stages.log.append("draft")
+        return [Candidates(torch.tensor(entry.rows), *torch.zeros(2, len(entry.rows), 0)) for entry in requested]
+
+
+class NotingController(Controller):
+    """Notes the timesteps that it is to learn from."""
+
+    def __init__(self, stages: Stages) -> None:
+        super().__init__(1)
+        self._stages = stages
+
+    def record_timestep(self, timing: TimestepTiming) -> None:
+        assert timing is TIMING
+        self._stages.log.append("observe")
+        super().record_timestep(timing)
+
+
+def noting(stages: Stages) -> Experience:
+    experience = Experience(1)
+    experience.controller = NotingController(stages)
+    return experience
+
+
+def test_rank_0_drafts_while_the_stages_compute_and_learns_how_long_they_took() -> None:
+    """The draft model computes the prompt and the row that was accepted, which then enters."""
+    stages = Stages((says(0, 3),), (), (says(0, 4, finished="stop"),))
+    desk = Desk(experience=noting(stages))
+    desk.scheduler.adopt(NotingDrafter(stages))
+    desk.ask(0, method="stpp", options=StaticTreeOptions(2, 2, 1))
+    desk.decode(stages)
+    assert stages.log == [
+        [Sent(0, opens=True, tokens=PROMPT)], "draft", "observe",
+        [Sent(0, FIRST)], "draft", "observe",
+        [Sent(0, tokens=(3,))], "observe",
     ]  # fmt: skip
-    assert heard[0] == ["opened", FIRST, LAST, "stop", "closed"]
 
 
 def test_what_is_cut_is_what_method_and_pipeline_get() -> None:
     cut = Verdict.of(4, finished="stop")
-    recorded = Recorded((says(0, 3),), (says(0, 4, 5),))
-    pool, _ = pool_of(recorded, 0, at_4=cut)
-    assert [verdict for _, verdict in decode(pool, recorded)] == [FIRST, cut]  # type: ignore[arg-type]
-    assert recorded.calls[-2:] == [("apply", 0, cut), ("close", StageMessage((RequestUpdate(0, verdict=cut),)))]
+    desk, stages = Desk(), Stages((says(0, 3),), (says(0, 4, 5),))
+    desk.ask(0, text=Text(4, cut))
+    [request] = desk.scheduler.requests.values()
+    assert desk.decode(stages) == [(0, FIRST), (0, cut)]
+    assert request.sequence.main.token_ids == [3, 4] and stages.last == [Sent(0, cut)]
+    assert desk.heard[0] == ["opened", FIRST, cut, "stop", "closed"]
 
 
 def test_late_results_of_an_ended_request_are_void_and_its_echo_closes_it() -> None:
-    recorded = Recorded(
-        (says(0, 3, finished="length"), says(1, 5)), (says(0, 9, 9),), (says(0, finished="length"), says(1, 6, finished="stop"))
-    )
-    pool, heard = pool_of(recorded, 0, 1)
-    verdicts = list(decode(pool, recorded))  # type: ignore[arg-type]
-    assert [number for number, _ in verdicts] == [0, 1, 1]
-    assert heard[0] == ["opened", Verdict.of(3, finished="length"), "length", "closed"]
-    assert heard[1][-2:] == ["stop", "closed"]
+    desk, echo, end = Desk(), says(0, finished="length"), says(1, 6, finished="stop")
+    stages = Stages((says(0, 3, finished="length"), says(1, 5)), (says(0, 9, 9),), (echo,), (end,))
+    desk.ask(0, 1)
+    closed: list[bool] = []
+    watch = [lambda: closed.append("closed" in desk.heard[0])] * 3
+    assert [number for number, _ in desk.decode(stages, *watch)] == [0, 1, 1]
+    assert closed == [False, False, True]
+    assert desk.heard[0] == ["opened", Verdict.of(3, finished="length"), "length", "closed"]
+    assert desk.heard[1][-2:] == ["stop", "closed"]
 
 
 def test_a_request_is_cancelled_with_what_it_has_accepted() -> None:
     """The stages get the accepted tokens and the end in one verdict."""
-    recorded = Recorded((says(0, 3), says(1, 4)), (says(1, 6, finished="stop"),))
-    pool, heard = pool_of(recorded, 0, 1)
-    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
-    assert [next(verdicts)[0], next(verdicts)[0]] == [0, 1]
-    pool.cancel(0)
-    pool.cancel(0)  # nothing happens twice
-    assert [number for number, _ in verdicts] == [1]
-    cancelled = Verdict(FIRST.accepted, "cancelled")
-    assert ("advance", 2, [(0, None, cancelled), (1, None, Verdict.of(4))]) in recorded.calls
-    assert heard[0] == ["opened", FIRST, "cancelled", "closed"]
+    desk, stages = Desk(), Stages((says(0, 3), says(1, 4)), (says(1, 6, finished="stop"),))
+    desk.ask(0, 1)
+
+    def cancel() -> None:
+        desk.scheduler.cancel(0)
+        desk.scheduler.cancel(0)  # nothing happens twice
+
+    assert [number for number, _ in desk.decode(stages, cancel)] == [0, 1, 1]
+    assert stages.log[1] == [Sent(0, Verdict(FIRST.accepted, "cancelled")), Sent(1, Verdict.of(4), tokens=(4,))]
+    assert desk.heard[0] == ["opened", FIRST, "cancelled", "closed"]
 
 
 def test_a_request_that_is_cancelled_before_it_enters_is_never_opened() -> None:
-    recorded = Recorded()
-    pool, heard = pool_of(recorded, 0)
-    pool.cancel(0)
-    assert list(decode(pool, recorded)) == []  # type: ignore[arg-type]
-    assert recorded.calls == [("close", 0), ("close", StageMessage())]
-    assert heard[0] == ["cancelled", "closed"]
+    desk, stages = Desk(), Stages()
+    desk.ask(0)
+    desk.scheduler.cancel(0)
+    assert desk.decode(stages) == []
+    assert (stages.log, stages.last, desk.scheduler.kv.used_slots) == ([], [], 0)
+    assert desk.heard[0] == ["cancelled", "closed"]
 
 
 PAUSED, ECHO = Verdict(FIRST.accepted, "paused"), says(0, finished="paused")
@@ -219,29 +263,30 @@ REST = Verdict.of(9, finished="length")
 
 
 def test_a_paused_request_goes_on_once_every_stage_has_closed_its_lane() -> None:
-    """What still comes out of the old lane is void, and will be said again."""
-    recorded = Recorded((says(0, 3),), (says(0, 7, 7),), (ECHO,), (RequestUpdate(0, verdict=REST),))
-    pool, heard = pool_of(recorded, 0)
-    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
-    assert next(verdicts) == (0, FIRST)
-    recorded.short = [0]
-    assert list(verdicts) == [(0, REST)]
-    assert [call for call in recorded.calls if call not in ("draft", "observe")] == [
-        ("advance", 1, [(0, OPENING, None)]), ("apply", 0, FIRST),
-        ("pause", 0), ("advance", 2, [(0, None, PAUSED)]),
-        ("advance", 3, []), ("closed", 0),
-        ("advance", 4, [(0, OPENING, None)]), ("apply", 0, REST),
-        ("close", StageMessage((RequestUpdate(0, verdict=REST),))),
-    ]  # fmt: skip
-    assert heard[0] == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
+    """Though there is memory before. What still comes out of the old lane is void, and will be said again."""
+    desk, end = Desk(room=1), Verdict.of(5, finished="length")
+    stages = Stages((says(0, 3),), (says(0, 7, 7), RequestUpdate(1, verdict=end)), (), (ECHO,), (RequestUpdate(0, verdict=REST),))
+    desk.ask(0)
+    assert desk.decode(stages, partial(desk.ask, 1, priority=-1)) == [(0, FIRST), (1, end), (0, REST)]
+    assert stages.log == [
+        [Sent(0, opens=True, tokens=PROMPT)],
+        [Sent(0, PAUSED), Sent(1, opens=True, tokens=PROMPT)],
+        [Sent(1, end)],
+        [],
+        [Sent(0, opens=True, tokens=(*PROMPT, 3))],
+    ]
+    assert stages.last == [Sent(0, REST)]
+    assert desk.heard[0] == ["opened", FIRST, "waits", "opened", REST, "length", "closed"]
 
 
 def test_a_request_without_memory_waits_and_hears_so_once() -> None:
-    recorded = Recorded((), (says(0, 3, finished="length"),), (says(1, 5, finished="length"),), room=1)
-    pool, heard = pool_of(recorded, 0, 1)
-    assert [number for number, _ in decode(pool, recorded)] == [0, 1]  # type: ignore[arg-type]
-    assert heard[1] == ["waits", "opened", Verdict.of(5, finished="length"), "length", "closed"]
-    assert ("pause", 1) not in recorded.calls
+    desk = Desk(room=1)
+    stages = Stages((), (says(0, 3, finished="length"),), (says(1, 5, finished="length"),))
+    desk.ask(0, 1)
+    assert [number for number, _ in desk.decode(stages)] == [0, 1]
+    assert stages.log[1:] == [[], [Sent(0, Verdict.of(3, finished="length")), Sent(1, opens=True, tokens=PROMPT)]]
+    assert desk.heard[1] == ["waits", "opened", Verdict.of(5, finished="length"), "length", "closed"]
+    assert desk.scheduler.tally.pauses == 0
 
 
 CANCELLED = says(0, finished="cancelled")
@@ -250,68 +295,74 @@ CANCELLED = says(0, finished="cancelled")
 @pytest.mark.parametrize("echoes", [((), (ECHO,), (CANCELLED,)), ((ECHO,), (), (CANCELLED,))], ids=["closing", "closed"])
 def test_a_paused_request_is_cancelled(echoes: tuple[Results, ...]) -> None:
     """The stages are told, so that they report what they have to say of it; none of its echoes is taken for another's."""
-    recorded = Recorded((says(0, 3), says(1, 4)), *echoes, (says(1, 6, finished="stop"),))
-    pool, heard = pool_of(recorded, 0, 1)
-    timesteps = iter(range(1, 9))
-
-    def admit() -> None:
-        timestep = next(timesteps)
-        if timestep == 2:
-            recorded.short = [0]
-        elif timestep == 3:
-            pool.cancel(0)
-
-    assert [number for number, _ in decode(pool, recorded, admit)] == [0, 1, 1]  # type: ignore[arg-type]
-    assert ("advance", 3, [(0, None, Verdict((), "cancelled"))]) in recorded.calls
-    assert heard[0] == ["opened", FIRST, "waits", "cancelled", "closed"]
-    assert recorded.calls.count(("closed", 0)) == (echoes[0] != ())
+    desk, last = Desk(room=2), (says(1, 6, finished="stop"), says(2, 8, finished="stop"))
+    stages = Stages((says(0, 3), says(1, 4)), *echoes, last)
+    desk.ask(0, priority=1)
+    desk.ask(1)
+    closed: list[bool] = []
+    happens = [
+        partial(desk.ask, 2),  # which takes the memory of the first one
+        partial(desk.scheduler.cancel, 0),
+        lambda: closed.append("closed" in desk.heard[0]),
+        lambda: closed.append("closed" in desk.heard[0]),
+    ]
+    assert [number for number, _ in desk.decode(stages, *happens)] == [0, 1, 1, 2]
+    assert stages.log[1] == [Sent(0, PAUSED), Sent(1, Verdict.of(4), tokens=(4,)), Sent(2, opens=True, tokens=PROMPT)]
+    assert stages.log[2] == [Sent(0, Verdict((), "cancelled"))]
+    assert desk.heard[0] == ["opened", FIRST, "waits", "cancelled", "closed"]
+    assert closed == [False, True] and stages.log[3] == []
 
 
 def test_records_come_in_the_order_in_which_things_happen() -> None:
     """What enters is in the record of its timestep, before the verdicts; tokens are accepted before their answer ends."""
     noted: list[Record] = []
-    recorded = Recorded((says(0, 3),), (says(0, 4, finished="length"),), filling=1)
-    pool, _ = pool_of(recorded, 0)
-    pool.listeners.append(noted.append)
-    list(decode(pool, recorded))  # type: ignore[arg-type]
+    stages = Stages((says(0, 3),), (says(0, 4, finished="length"),), filling=1)
+    desk = Desk(experience=noting(stages))
+    desk.scheduler.listeners.append(noted.append)
+    desk.ask(0)
+    desk.decode(stages)
     kinds = [RequestOpened, Timestep, Advanced, Timestep, Advanced, RequestEnded, RequestClosed, Drained]
     assert [type(record) for record in noted] == kinds
-    assert recorded.calls.count("observe") == 1, "there is no timing before the pipeline is full"
-    first = noted[1]
-    assert isinstance(first, Timestep) and [update.opening for update in first.entered.updates] == [OPENING]
+    assert stages.log.count("observe") == 1, "there is no timing before the pipeline is full"
+    opened, first, *_ = noted
+    assert isinstance(opened, RequestOpened) and isinstance(first, Timestep)
+    assert [update.opening for update in first.entered.updates] == [opened.opening]
     assert [record.timestep for record in noted if isinstance(record, Advanced)] == [1, 2]
 
 
 def test_a_listener_that_joins_late_learns_what_has_a_lane() -> None:
-    recorded = Recorded((says(0, 3), says(1, 4)), (), room=2)
-    pool, heard = pool_of(recorded, 0, 1, 2)
-    assert pool.opened() == []
-    verdicts = decode(pool, recorded)  # type: ignore[arg-type]
+    desk, stages = Desk(room=2), Stages((says(0, 3), says(1, 4)), ())
+    scheduler = desk.scheduler
+    desk.ask(0, priority=1)
+    desk.ask(1)
+    desk.ask(2, priority=1)
+
+    def opened() -> list[tuple[int, bool]]:
+        found = scheduler.opened()
+        assert all(one.opening is one.request.opening for one in found)
+        return [(one.request.number, one.request.has_advanced) for one in found]
+
+    assert opened() == []
+    verdicts = decode(scheduler, stages)
     next(verdicts)
-    assert [(opened.number, opened.is_prefilling) for opened in pool.opened()] == [(0, False), (1, True)]
+    assert opened() == [(1, False), (0, True)]
     next(verdicts)
-    recorded.short, recorded.room = [0], 1
-    pool.entering()
-    assert [(opened.number, opened.opening) for opened in pool.opened()] == [(1, OPENING)]
-    pool.interrupt()
-    assert pool.opened() == []
-    assert [heard[number][-1] for number in range(3)] == ["interrupted"] * 3
-    pool.drop(2)
-    assert heard[2] == ["waits", "interrupted", "closed"] and pool.running.keys() == {0, 1}
+    desk.ask(3)
+    scheduler.entering()
+    assert opened() == [(1, True), (3, False)], "one is paused, another begins"
+    scheduler.interrupt()
+    assert opened() == []
+    assert [desk.heard[number][-1] for number in range(4)] == ["interrupted"] * 4
+    scheduler.drop(2)
+    assert desk.heard[2] == ["waits", "interrupted", "closed"] and scheduler.requests.keys() == {0, 1, 3}
 
 
 def test_a_cancelled_requests_memory_is_free_at_once_and_goes_to_the_next_with_the_same_message() -> None:
-    prompt = tuple(range(100))
-    batch = Batch(14, kv=KVManager(160, 16, shares_prefixes=False))
-    noted: list[Record] = []
-    pool = RequestPool(batch, listeners=[noted.append])
-    for number in range(2):
-        request = TokenizedRequest(number, prompt, SamplingParams(max_tokens=20), "pp")
-        pool.open(request, partial(Sequence, len(prompt), (), 20))
-    assert [update.number for update in pool.entering().updates] == [0], "there is memory for one"
-    pool.cancel(0)
-    assert (batch.kv.used_slots, noted[-1]) == (0, RequestEnded(0, "cancelled", 0, 0))
-    told, begun = pool.entering().updates
-    assert (told.number, told.verdict) == (0, Verdict((), "cancelled"))
-    assert begun.number == 1 and begun.opening is not None and begun.step is not None
-    assert pool.take(RequestUpdate(0, verdict=Verdict.of(5)), 3) is None, "a late verdict is void"
+    desk = Desk(room=1)
+    scheduler = desk.scheduler
+    desk.ask(0, 1)
+    assert [one.number for one in sent(scheduler.entering())] == [0], "there is memory for one"
+    scheduler.cancel(0)
+    assert (scheduler.kv.used_slots, desk.heard[0][-1]) == (0, "cancelled")
+    assert sent(scheduler.entering()) == [Sent(0, Verdict((), "cancelled")), Sent(1, opens=True, tokens=PROMPT)]
+    assert scheduler.take(says(0, 5), 3) is None, "a late verdict is void"

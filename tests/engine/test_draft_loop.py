@@ -24,7 +24,7 @@ from pipedec.core.errors import EpochEnded, PipedecError, SchedulerLost, UserErr
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import RequestUpdate
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, Drafter
+from pipedec.decoding import Drafter, Experience, Resources, Scheduler
 from pipedec.device import HostDevice
 from pipedec.engine.admission import Admission
 from pipedec.engine.build import load_prompter, resolve
@@ -99,10 +99,10 @@ class EndsAtOnce(FreshRun):
 
 def test_a_request_has_its_tenant_unless_the_cluster_shares_nothing(pair: Pair) -> None:
     for shares, tenant, expected in ((True, "a", "a"), (False, "a", None), (True, None, None)):
-        admission = Admission(Prompter(pair.target, CONTEXT), Sequences(pair.target), 1, None, shares)
+        admission = Admission(Prompter(pair.target, CONTEXT), Sequences(pair.target), 1, 2048, shares_suffixes=shares)
         asked = PromptRequest("Hello", True, "pp", SamplingParams(max_tokens=4), tenant=tenant)
-        answer, _ = admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
-        assert answer.request.tenant == expected
+        admitted = admission.admit(RankMessage("request", number=0, text=asked.to_json()))
+        assert admitted.answer.asked.tenant == expected
 
 
 @pytest.mark.failure_case("H23")
@@ -116,10 +116,10 @@ def test_a_token_without_an_embedding_is_refused_on_rank_0(pair: Pair, tmp_path:
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.save_pretrained(tmp_path / "target")
     spec = resolve(Settings.of(target=tmp_path / "target", draft="none", stages=1, device="cpu"))
-    admission = Admission(load_prompter(spec), Sequences(spec.target), 1, None)
+    admission = Admission(load_prompter(spec), Sequences(spec.target), 1, 2048)
     asked = PromptRequest(fields.pop("prompt", "Hello"), True, "pp", SamplingParams(**{"max_tokens": 4, **fields}))
     with pytest.raises(UserError, match="token 300, but the vocabulary has 300 tokens"):
-        admission.admit(RankMessage("request", number=0, text=asked.to_json()), Batch(1))
+        admission.admit(RankMessage("request", number=0, text=asked.to_json()))
     assert run_description(spec).vocab_size == 300
     with pytest.raises(UserError, match=r"\[PAD\]"):
         admission.sequences.maker(1, asked.sampling, Dialect("own", opener="<|user|>", child_start="[PAD]").to_json())
@@ -128,8 +128,9 @@ def test_a_token_without_an_embedding_is_refused_on_rank_0(pair: Pair, tmp_path:
 def loop_of(scheduler: FreshRun, pair: Pair, load_drafter: Callable[[], Drafter] | None = None) -> DraftLoop:
     sequences = Sequences(pair.target)
     wiring = Wiring(scheduler, NO_TRANSPORT, TOPOLOGY, Tracer(0), sequences)
-    admission = Admission(Prompter(pair.target, CONTEXT), sequences, TOPOLOGY.num_stages, None)
-    return DraftLoop(wiring, admission, Batch(TOPOLOGY.num_groups), load_drafter=load_drafter)
+    requests = Scheduler(Resources(Experience(TOPOLOGY.num_groups)))
+    admission = Admission(Prompter(pair.target, CONTEXT), sequences, TOPOLOGY.num_stages, requests.kv.capacity)
+    return DraftLoop(wiring, admission, requests, load_drafter=load_drafter)
 
 
 def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:

@@ -1,6 +1,6 @@
 """What raises in a rank while it works for one request ends that request; others get their whole answers, at once.
 
-Every entry of the stages, the batch, the samplers, the draft model and the grammar is made to raise for one request of three.
+Every entry of the stages, the scheduler, the samplers, the draft model and the grammar is made to raise for one request of three.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from functools import cache
 from typing import Any
 
 import pytest
-from pipedec.decoding.request_state import RequestState
 from support.tiny_pair import Pair
 
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
-from pipedec.decoding import batch
+from pipedec.decoding import Request, Scheduler, draft_rounds
+from pipedec.decoding.events import Advanced
 from pipedec.drafting import DraftModel
 from pipedec.drafting.lane import DraftLane
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.engine.loop import Advanced, RequestPool
 from pipedec.grammar import Grammar
 from pipedec.methods import BestFirstOptions
 from pipedec.sampling import Sampler
@@ -79,21 +78,21 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     "tokens are drawn": (TokenChooser, "choose", of_self, 1),
     "tokens are accepted": (FinalLane, "result", of_self, 2),
     "rows are verified": (Verifier, "verify", of_self, 1),
-    "it claims rows": (RequestState, "claim", of_self, 0),
-    "it claims more rows": (RequestState, "claim", of_self, 6),
-    "rank 0 opens a lane": (RequestState, "open", of_self, 0),
-    "its prompt enters": (RequestState, "next_chunk", of_self, 0),
-    "its rows enter": (RequestState, "propose", of_self, 2),
-    "it asks for drafts": (RequestState, "draft", of_self, 1),
-    "it follows a verdict": (RequestState, "apply", of_self, 1),
+    "it claims rows": (Request, "claim", of_self, 0),
+    "it claims more rows": (Request, "claim", of_self, 6),
+    "rank 0 opens a lane": (Request, "open", of_self, 0),
+    "its prompt enters": (Request, "enter_chunk", of_self, 0),
+    "its rows enter": (Request, "enter_rows", of_self, 2),
+    "it asks for drafts": (Request, "ask", of_self, 1),
+    "it follows a verdict": (Request, "commit", of_self, 1),
     "the draft model opens a lane": (DraftModel, "open", of_number, 0),
     "the draft model computes its prompt": (DraftModel, "expand", of_drafted, 0),
     "the draft model computes its rows": (DraftModel, "expand", of_drafted, 3),
     "the draft model follows a verdict": (DraftModel, "advance", of_number, 0),
     "what the structure allows is asked for": (DraftLane, "allowed", of_self, 0),
-    "candidates are scored": (batch, "score", lambda proposals: any(map(is_structured, proposals)), 2),
+    "candidates are scored": (draft_rounds, "score", lambda proposals: any(map(is_structured, proposals)), 2),
     "a listener hears of its tokens": (
-        RequestPool, "emit", lambda one, record: isinstance(record, Advanced) and record.number == GUILTY, 2
+        Scheduler, "emit", lambda one, record: isinstance(record, Advanced) and record.request.number == GUILTY, 2
     ),
     "the grammar allows": (Grammar, "allowed", lambda *arguments: True, 3),
     "the grammar forces": (Grammar, "forced", lambda *arguments: True, 1),
@@ -147,4 +146,4 @@ def test_what_raises_for_a_request_ends_it_and_no_other(
     assert guilty.finished == "failed" and wanted[GUILTY][: len(guilty.token_ids)] == guilty.token_ids != wanted[GUILTY]
     assert {number: answer.token_ids for number, answer in found.items()} == {n: wanted[n] for n in found}
     assert all(answer.is_closed for answer in (guilty, *found.values()))
-    assert pipeline.pool.batch.kv.used_slots == 0 and not any(stage.num_lanes for stage in pipeline.stages)
+    assert pipeline.scheduler.kv.used_slots == 0 and not any(stage.num_lanes for stage in pipeline.stages)

@@ -11,6 +11,7 @@ from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.decoding import Request
 from pipedec.engine.local import LocalPipeline
 from pipedec.live.feed import LiveFeed
 from pipedec.live.reading import Frame
@@ -94,10 +95,10 @@ class Watched:
             self.watch()
 
     def watch(self, watcher: str = "somebody") -> None:
-        self.feed.follow(watcher, self.pipeline.pool, len(self.pipeline.fill))
+        self.feed.follow(watcher, self.pipeline.scheduler, len(self.pipeline.fill))
 
-    def _said(self, number: int) -> str:
-        return self.text(self.pipeline.answers[number].token_ids)
+    def _said(self, request: Request) -> str:
+        return self.text(self.pipeline.answers[request.number].token_ids)
 
     def ask(self, *requests: TokenizedRequest) -> dict[int, Followed]:
         for _ in self.pipeline.run_all({1 + 3 * place: [request] for place, request in enumerate(requests)}):
@@ -166,10 +167,10 @@ def test_who_begins_to_watch_beside_others_is_told_what_runs_and_no_row_has_two_
 
 def test_nobody_watches_and_nothing_is_built(pair: Pair) -> None:
     watched = Watched(pair, is_watched=False)
-    asked = len(watched.pipeline.pool.listeners)
+    asked = len(watched.pipeline.scheduler.listeners)
     watched.ask(watched.request(0, "pipedec-bestfirst"))
     assert watched.frames == []
     watched.watch()
-    assert [frame["k"] for frame in watched.frames] == ["run"] and len(watched.pipeline.pool.listeners) == asked + 1
+    assert [frame["k"] for frame in watched.frames] == ["run"] and len(watched.pipeline.scheduler.listeners) == asked + 1
     watched.watch("")
-    assert len(watched.pipeline.pool.listeners) == asked, "it costs nothing any more"
+    assert len(watched.pipeline.scheduler.listeners) == asked, "it costs nothing any more"

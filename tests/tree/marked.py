@@ -26,9 +26,10 @@ from torch import Tensor
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
-from pipedec.decoding import Batch, TimestepTiming
+from pipedec.decoding import Experience, Resources, Scheduler, TimestepTiming
+from pipedec.decoding.events import Timestep
 from pipedec.engine.local import LocalStages
-from pipedec.engine.loop import RequestPool, Timestep, decode
+from pipedec.engine.loop import decode
 from pipedec.engine.recorder import Pacer, Recorder
 from pipedec.families import KVShape
 from pipedec.kv import KVManager
@@ -298,7 +299,8 @@ class Rehearsal:
         ]  # fmt: skip
         self._arrivals = list(zip(arrivals, self._requests, strict=True))
         self.kv = KVManager(slots if windows else 4096, BLOCK, shares_prefixes=windows)
-        self.pool = RequestPool(Batch(stages, MarkedDrafter(self._targets, accuracy, seed), "cpu", MASKS, knee, kv=self.kv))
+        drafter = MarkedDrafter(self._targets, accuracy, seed)
+        self.scheduler = Scheduler(Resources(Experience(stages), drafter, trained_masks=MASKS), self.kv, knee)
         self.sequences: dict[int, ThreadSequence] = {}  # rank 0's, by request
         self.stages = MarkedStages(self._targets, self._new_sequence, stages, self.kv.capacity, windows)
         self._timestep = 0
@@ -306,7 +308,7 @@ class Rehearsal:
     def run(self) -> list[ThreadSequence]:
         """The threads of each answer."""
         while self._arrivals:
-            for _ in decode(self.pool, self.stages, self._admit):
+            for _ in decode(self.scheduler, self.stages, self._admit):
                 pass
         assert [worker.num_lanes for worker in self.stages.workers] == [0] * len(self.stages.workers)
         assert self.kv.used_slots == 0
@@ -317,11 +319,11 @@ class Rehearsal:
 
     def _admit(self) -> None:
         self._timestep += 1
-        if self._arrivals and not self.pool.running:
+        if self._arrivals and not self.scheduler.requests:
             self._timestep = max(self._timestep, self._arrivals[0][0])
         while self._arrivals and self._arrivals[0][0] <= self._timestep:
             _, request = self._arrivals.pop(0)
-            self.pool.open(request, self._recorded(request))
+            self.scheduler.open(self.scheduler.prepare(request, self._recorded(request)))
 
     def _recorded(self, request: TokenizedRequest) -> NewSequence:
         """Makes sequences of an answer, the newest of which is that of ``sequences``."""

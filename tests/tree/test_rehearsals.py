@@ -81,4 +81,4 @@ def test_requests_that_are_paused_say_what_they_would_have_said(name: str, metho
     arrivals = (1, 1, 4, 5, 8, 10)
     rehearsal = Rehearsal(DIALECTS[name], 7, method, 3, True, 60, arrivals=arrivals, knee=16, slots=200, prefers_later=True)
     assert [said(answer) for answer in rehearsal.run()] == [said(answer) for answer in rehearsal.expected()]
-    assert rehearsal.pool.batch.tally.pauses > 0 and rehearsal.kv.adopted_tokens > 0
+    assert rehearsal.scheduler.tally.pauses > 0 and rehearsal.kv.adopted_tokens > 0
