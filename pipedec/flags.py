@@ -139,13 +139,15 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def arguments_of(values: Mapping[str, Any]) -> list[str]:
-    """Values by field as the arguments of a command that has their options."""
+def arguments_of(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
+    """Values by field, with the annotated types of these, as the arguments of a command that has their options."""
     words: list[str] = []
     for name, value in values.items():
         match value:
             case None:
                 continue
+            case bool() if (note := _help(hints[name])) is not None and note.metavar == ON_OFF:
+                words += [flag_name(name), _on_off(value)]
             case True:
                 words.append(flag_name(name))
             case False:
@@ -211,20 +213,14 @@ def _truth_option(names: list[str], note: Help, default: bool, settings: dict[st
     """An option with the value on or off; a pair of options without one; or a single one, which inverts the default."""
     if note.metavar == ON_OFF:
         settings |= {"type": click.Choice(("on", "off")), "callback": lambda _context, _option, word: word == "on"}
-        return click.option(*names, default=on_off(default), show_default=True, metavar=ON_OFF, **settings)
+        return click.option(*names, default=_on_off(default), show_default=True, metavar=ON_OFF, **settings)
     if "/" in names[1]:
         return click.option(*names, default=default, show_default=True, **settings)
     flag = note.flag or flag_name(f"no_{names[0]}" if default else names[0])
     return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, **settings)
 
 
-def is_on_off(hint: Any) -> bool:
-    """Whether a field with this annotation has such an option."""
-    return (note := _help(hint)) is not None and note.metavar == ON_OFF
-
-
-def on_off(value: bool) -> str:
-    """A truth value as an argument of such an option."""
+def _on_off(value: bool) -> str:
     return "on" if value else "off"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import click
 
@@ -23,6 +23,8 @@ FIGURES: dict[str, Draw] = {
     "prompt-tokens": of_greedy(figures.prompt_tokens_figure),
     "mask-tokens": of_greedy(figures.masks_figure),
 }
+_NAMES = tuple(FIGURES)
+FigureName = Literal[_NAMES]  # type: ignore[valid-type]
 
 
 @click.command()
@@ -31,7 +33,7 @@ FIGURES: dict[str, Draw] = {
 def reports(
     sources: tuple[Path, ...],
     out: OutDirectory,
-    only: Annotated[tuple[str, ...], Help("This figure alone; may be repeated.", choices=tuple(FIGURES), repeated=True)] = (),
+    only: Annotated[tuple[FigureName, ...], Help("This figure alone; may be repeated.", repeated=True)] = (),
     title: Title = None,
     with_tables: Annotated[bool, Help("Also print Markdown tables and write them to tables.md.", flag="--tables")] = False,
 ) -> None:

@@ -22,7 +22,7 @@ from pipedec.core.request import MethodOptions
 from pipedec.core.values import joined, unknown_name
 from pipedec.directories import reference_threads
 from pipedec.families import ModelImpl
-from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, is_on_off, on_off, option_fields, with_options
+from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, validated
 
@@ -265,8 +265,7 @@ class Settings:
 
     def arguments(self) -> list[str]:
         """As arguments of a command that has options for settings; those without an option are left out."""
-        given = {name: value for name, value in self.changes().items() if name in OPTIONS}
-        return arguments_of({name: on_off(value) if name in _WRITTEN else value for name, value in given.items()})
+        return arguments_of({name: value for name, value in self.changes().items() if name in OPTIONS}, SETTINGS)
 
     def without_secrets(self) -> Settings:
         """These settings without passwords: safe to publish and to print."""
@@ -285,7 +284,6 @@ GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fi
 SETTINGS = {  # the annotated type of every setting, by name
     name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()
 }
-_WRITTEN = {name for name, hint in SETTINGS.items() if is_on_off(hint)}
 OPTIONS = {name: option for kind in _TREE.values() for name, option in option_fields(kind).items()}
 _OVERRIDES = {name: option for kind in _TREE.values() for name, option in option_fields(kind, shows_defaults=False).items()}
 

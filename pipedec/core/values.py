@@ -153,7 +153,7 @@ def allowed(hint: Any) -> str:
             words.append(f"a mapping from {allowed(arguments[0])}")
         elif origin is not Literal:
             words.append(described or _NAMES.get(origin, "a mapping") + within)
-    return " or ".join(words)
+    return " or ".join(dict.fromkeys(words))
 
 
 def range_words(ranges: Iterable[Meta]) -> str:

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pipedec.core.completion import Completion
-from pipedec.core.sampling import MAX_LOGPROBS
 from pipedec.server.answers import AnswerPart, TokenLogprob, finish_reason, text_of
 from pipedec.server.errors import bad_request
 from pipedec.server.front import Front, ServedRun
@@ -135,8 +134,6 @@ def chat_router(front: Front) -> APIRouter:
         """Answer the last message of a conversation."""
         served, model = front.require(), front.settings.check_model(body.model)
         use, most_probable = tool_use_of(body, served.tokenizer), body.top_logprobs or 0
-        if not 0 <= most_probable <= MAX_LOGPROBS:
-            raise bad_request(f"top_logprobs must be between 0 and {MAX_LOGPROBS}, not {most_probable}", "top_logprobs")
         if most_probable and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
         logprobs, structure = most_probable if body.logprobs else None, structure_of(body)

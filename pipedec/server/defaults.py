@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.values import shortened
+from pipedec.core.values import value_of
 from pipedec.families import json_object
 from pipedec.gguf import model_files
 
@@ -52,16 +53,10 @@ def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
     if document.get("do_sample") is False and document.get("temperature") is None:
         document["temperature"] = 0.0
     given = {name: document[name] for name in (*_NEUTRAL, _MAX_TOKENS) if document.get(name) is not None}
-    for name, value in given.items():
-        kinds = int if name in ("top_k", _MAX_TOKENS) else int | float
-        if not isinstance(value, kinds) or isinstance(value, bool):
-            kind = "an integer" if kinds is int else "a number"
-            raise UserError(f"{path}: {name} must be {kind}, not {shortened(json.dumps(value))}: {_HINT}")
     max_tokens = given.pop(_MAX_TOKENS, None)
-    if max_tokens is not None and max_tokens < 1:
-        raise UserError(f"{path}: {_MAX_TOKENS} must be at least 1, not {shortened(max_tokens)}: {_HINT}")
     try:
         SamplingParams(**given)
+        value_of(Annotated[int, Meta(ge=1)] | None, max_tokens, _MAX_TOKENS)
     except UserError as error:
         raise UserError(f"{path}: {error}: {_HINT}") from None
     return SamplingDefaults({**_NEUTRAL, **given}, max_tokens, str(path) if given or max_tokens else NEUTRAL)

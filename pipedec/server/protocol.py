@@ -144,7 +144,7 @@ class GenerationBody(Body):
     top_k: int | None = Field(None, description="0 and -1 consider all tokens. Default: the checkpoint's, else 0.")
     min_p: float | None = Field(None, description="Between 0 and 1. Default: the checkpoint's, else 0.")
     seed: int | None = Field(None, description="The same seed gives the same answer; -1 is none. Choice i has the seed + i.")
-    n: int | None = Field(None, description=f"Choices per prompt, at most {MAX_CHOICES}. Default: 1.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices per prompt. Default: 1.")
     stop: str | Texts | None = Field(None, description=f"At most {MAX_STOPS} strings that end the answer.")
     stop_token_ids: TokenIds | None = None
     presence_penalty: float | None = Field(None, description="Between -2 and 2.")
@@ -186,7 +186,7 @@ class CompletionBody(GenerationBody):
     prompt: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
     best_of: int | None = Field(None, description="As n, or null: nothing else is supported.")
     echo: bool | None = Field(None, description="Return the prompt before the answer, with its log-probabilities if asked for.")
-    logprobs: int | None = Field(None, description=f"Most probable tokens shown per token, at most {MAX_LOGPROBS}.")
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Most probable tokens shown per token.")
     add_special_tokens: bool | None = Field(None, description="Begin text as the model expects it. Default: true.")
 
 
@@ -283,7 +283,7 @@ class ChatBody(ChatTemplateFields, GenerationBody):
     unsupported = {**Body.unsupported, **dict.fromkeys(("add_special_tokens", "echo"), _NOTHING)}
 
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description=f"With logprobs: most probable tokens, at most {MAX_LOGPROBS}.")
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="With logprobs: most probable tokens.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     tools: Tools | None = Field(None, description=f"What the model may call, at most {MAX_TOOLS}.")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(None, description="Default: auto.")

@@ -19,7 +19,7 @@ from pipedec.methods import find_method, make_options
 from pipedec.server.errors import bad_request
 from pipedec.server.front import ServedRun
 from pipedec.server.prompts import check_tokens
-from pipedec.server.protocol import MAX_CHOICES, MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
+from pipedec.server.protocol import MAX_STOP_CHARACTERS, MAX_STOPS, GenerationBody
 from pipedec.server.structures import Structure, require_possible
 from pipedec.threads import DIALECTS, Dialect, load_dialect
 
@@ -84,15 +84,12 @@ async def asked_of(
     body.check_stream_options()
     if body.max_tokens_asked is not None and body.max_tokens_asked < (0 if echoes else 1):
         raise bad_request(f"max_tokens must be at least 1, or 0 with echo, not {body.max_tokens_asked}", "max_tokens")
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_CHOICES:
-        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, not {n}", "n")
     dialect = _dialect(body.threads, served)
     if structure is not None:
         await require_possible(structure, body, served.structures)
     return GenerationParams(
         _sampling(body, served, logprobs, echoes, structure), served.max_model_len, served.vocab_size, body.max_tokens_asked,
-        default_max_tokens, n, _method(body, served.description), body.method_options or {}, dialect,
+        default_max_tokens, body.n or 1, _method(body, served.description), body.method_options or {}, dialect,
         dialect is not None and bool(body.stream), body.priority or 0,
     )  # fmt: skip
 
@@ -117,7 +114,7 @@ def _sampling(
             **(served.defaults.values | given),
         )  # fmt: skip
     except UserError as error:
-        name = str(error).split(" ", 1)[0]  # messages about a value begin with its field
+        name = re.split(r"\W", str(error))[0]  # messages about a value begin with its field
         raise bad_request(str(error), name if name in type(body).model_fields else None) from None
     if body.min_tokens and (not sampling.ignore_eos or sampling.stop or sampling.stop_token_ids):
         raise bad_request("min_tokens is not supported: use ignore_eos without stop, or leave it out", "min_tokens")

@@ -63,7 +63,7 @@ class AnnotationPromptFlags:
     ] = ()
     problems: Problems = None
     unstructured_share: Annotated[float, Help("Share of answers without a structure; below 1.")] = 0.5
-    limit: Annotated[int | None, Meta(ge=1), Help("Maximum number of answers (default: all).")] = None
+    limit: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Maximum number of answers (default: all).")] = None
     seed: Annotated[int, Help("Seed of order and choice of answers.")] = 0
 
     def check(self) -> None:

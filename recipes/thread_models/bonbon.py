@@ -62,15 +62,16 @@ class BonbonRecipe:
     ] = True
     alpha: Annotated[float, Meta(ge=0, le=1), Help("Weight of the SFT loss.")] = 0.005
     beta: Annotated[
-        float | None, Meta(gt=0), Help("1/β is the wanted gap between best and worst (default: BoNBoN's, from --samples).")
+        Annotated[float, Meta(gt=0)] | None,
+        Help("1/β is the wanted gap between best and worst (default: BoNBoN's, from --samples)."),
     ] = None
-    steps: Annotated[int | None, Meta(ge=1), Help("Training steps (default: one pass over all pairs).")] = None
+    steps: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Training steps (default: one pass over all pairs).")] = None
     batch: Annotated[int, Meta(ge=1), Help("Pairs in a step.")] = 8
     learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate (the paper's: 0.0000005).")] = 2e-4
     warmup_steps: int = 5
     weight_decay: float = 0.0
     max_tokens: Annotated[int, Meta(ge=1), Help("Maximum number of tokens of an answer.")] = 384
-    max_prompts: Annotated[int | None, Meta(ge=1), Help("Maximum number of prompts (default: all).")] = None
+    max_prompts: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Maximum number of prompts (default: all).")] = None
     seed: Annotated[int, Help("Seed of prompt choice, order and samples.")] = 0
 
     def __post_init__(self) -> None:

@@ -56,12 +56,12 @@ REFUSED = [
     (["--prompt", "a", "--grammar", "missing.lark"], "cannot read missing.lark"),
     (["--prompt", "a", "--regex", "a", "--ignore-eos"], "ignore_eos"),
     (["--prompt", "a", "--regex", "a", "--threads", "apar"], "threads"),
-    (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
-    (["--prompt", "a", "--temperature", "-1"], "temperature must be finite and at least 0, not -1.0"),
-    (["--prompt", "a", "--stop", ""], "stop must be strings that are not empty"),
+    (["--prompt", "a", "--max-tokens", "0"], "max_tokens: must be an integer (at least 1), not 0"),
+    (["--prompt", "a", "--temperature", "-1"], "temperature: must be a number (at least 0), not -1.0"),
+    (["--prompt", "a", "--stop", ""], "stop[0]: must be a string (not empty), not ''"),
     (["--prompt", "a", "--logit-bias", "five"], "--logit-bias five: write TOKEN_ID=VALUE, like 42=-5"),
-    (["--prompt", "a", "--logprobs", "21"], "logprobs must be between 0 and 20, not 21"),
-    (["--prompt", "a", "--width", "0"], "width: must be between 1 and 512, not 0"),
+    (["--prompt", "a", "--logprobs", "21"], "logprobs: must be an integer (0 to 20), not 21"),
+    (["--prompt", "a", "--width", "0"], "Invalid value for '--width': must be an integer (1 to 512), not 0"),
     (["--prompt", "a", "--method", "magic"], "'magic' is not one of 'pp', 'stpp', 'pipedec'"),
     (["--prompt", "a", "--trace", "nowhere/trace.json"], "--trace nowhere/trace.json: there is no directory nowhere"),
     (["--prompt", "a", "--trace", "."], "--trace .: cannot write there"),
@@ -77,7 +77,10 @@ REFUSED = [
         ["--prompt", "a", "--shape", "nonsense"],
         "'nonsense' is not one of 'layers', 'eagle2', 'opt-tree', 'sequoia', 'likeliest',",
     ),
-    (["--prompt", "a", "--proposers", "oracle"], "proposers: must be one or more of draft, ngrams, not oracle"),
+    (
+        ["--prompt", "a", "--proposers", "oracle"],
+        "Invalid value for '--proposers': [0]: must be one of draft, ngrams, not 'oracle'",
+    ),
     (["--prompt", "a", "--depth", "4"], "method pipedec-bestfirst has no option 'depth': it is an option of stpp, bita"),
     (["--prompt", "a", "--kv-cache-memory", "1KB"], "but a few hundred tokens need 64.0 KiB: give a larger --kv-cache-mem"),
     (["--prompt", "a", "--colour", "red"], "No such option '--colour'"),
@@ -162,7 +165,7 @@ def truncate(path: Path) -> None:
 def test_what_does_not_fit_a_running_cluster(known_resident: LocalCluster, pipedec: Calls) -> None:
     for flags, message in (
         (["--depth", "4"], "depth 4, but this BiTA was trained with 3 masks: lower --depth"),
-        (["--children", "129"], "children: must be between 1 and 128, not 129"),
+        (["--children", "129"], "Invalid value for '--children': must be an integer (1 to 128), not 129"),
         (["--children", "20", "--shape", "full"], "a tree of 33684 rows is more than 512: lower --depth or --children"),
         (["--width", "4"], "method bita has no option 'width': it is an option of stpp, pipedec, pipedec-bestfirst"),
     ):

@@ -170,11 +170,11 @@ def test_a_structure_that_no_text_has_is_refused(given: dict[str, Any], vocabula
         ({"json": "3"}, "an object, true or false"),
         ({"json": {"a": object()}}, "structured_outputs.json must be a JSON Schema"),
         ({"json": "[" * 100_000}, "structured_outputs.json must be a JSON Schema"),
-        ({"regex": ""}, "structured_outputs.regex must be a text that is not empty"),
-        ({"regex": 5}, "structured_outputs.regex must be a text"),
-        ({"choice": ()}, "structured_outputs.choice must be a list of texts"),
-        ({"choice": [1]}, "structured_outputs.choice must be a list of texts"),
-        ({"choice": "yes"}, "structured_outputs.choice must be a list of texts"),
+        ({"regex": ""}, "structured_outputs.regex: must be a string .not empty., not ''"),
+        ({"regex": 5}, "structured_outputs.regex: must be a string"),
+        ({"choice": ()}, "structured_outputs.choice: must be a list .not empty."),
+        ({"choice": [1]}, r"structured_outputs.choice\[0\]: must be a string"),
+        ({"choice": "yes"}, "structured_outputs.choice: must be a list"),
     ],
 )
 def test_exactly_one_structure_of_the_right_type_is_given(given: dict[str, Any], message: str) -> None:

@@ -197,8 +197,8 @@ def test_unreadable_directories_are_refused(tmp_path):
     [
         ("llama", {"num_attention_heads": 5}, "num_key_value_heads 2 must divide num_attention_heads 5"),
         ("llama", {"num_attention_heads": 5, "head_dim": None}, "num_attention_heads 5 must divide hidden_size 32"),
-        ("llama", {"vocab_size": "64"}, "vocab_size: must be an integer, not a string"),
-        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps: must be at least 0, not -1e-06"),
+        ("llama", {"vocab_size": "64"}, "vocab_size: must be an integer (1 to 10000000), not '64'"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps: must be a number (at least 0), not -1e-06"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_parameters.low_freq_factor must be a"),
         ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta must be a positive number"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name 4 layers, not 1"),

@@ -78,11 +78,12 @@ def test_shipped_targets_answer_greedily() -> None:
     ("text", "expected"),
     [
         ("{", "not valid JSON"), ("[]", "not a JSON object"),
-        ('{"temperature": "hot"}', 'temperature must be a number, not "hot"'),
-        ('{"top_p": true}', "top_p must be a number, not true"), ('{"top_k": 1.5}', "top_k must be an integer, not 1.5"),
-        ('{"top_p": NaN}', "top_p must be above 0 and at most 1, not nan"),
-        ('{"temperature": -1}', "temperature must be finite and at least 0, not -1"),
-        ('{"max_new_tokens": 0}', "max_new_tokens must be at least 1, not 0"),
+        ('{"temperature": "hot"}', "temperature: must be a number (at least 0), not 'hot'"),
+        ('{"top_p": true}', "top_p: must be a number (above 0, at most 1), not True"),
+        ('{"top_k": 1.5}', "top_k: must be an integer (at least -1), not 1.5"),
+        ('{"top_p": NaN}', "top_p: must be a number (above 0, at most 1), not nan"),
+        ('{"temperature": -1}', "temperature: must be a number (at least 0), not -1"),
+        ('{"max_new_tokens": 0}', "max_new_tokens: must be an integer (at least 1), not 0"),
     ],
 )  # fmt: skip
 def test_a_bad_file_is_named(tmp_path: Path, text: str, expected: str) -> None:

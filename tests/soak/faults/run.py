@@ -33,7 +33,7 @@ class FaultsConfig:
     """Which faults, under which load. Raises UserError for a number out of range or an unknown name."""
 
     count: Annotated[Positive | None, Help("Number of faults.")] = 24  # None for as many as ``hours`` allow
-    hours: Annotated[float | None, Meta(gt=0), Help("Or for how long there are faults.", "HOURS")] = None
+    hours: Annotated[Annotated[float, Meta(gt=0)] | None, Help("Or for how long there are faults.", "HOURS")] = None
     kinds: Annotated[tuple[str, ...], Help(f"Kinds of faults: {', '.join(KINDS)} (default: all possible).")] = field(
         default_factory=possible_kinds
     )
