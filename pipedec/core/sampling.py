@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 MAX_LOGPROBS = 20
 STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")  # fields of ``StructuredOutputs`` that name a structure
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-_Share = Annotated[float, Meta(ge=0, le=1)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
-_Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
-_Text = Annotated[str, Meta(min_length=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None
+Text = Annotated[str, Meta(min_length=1)]
 _GENERATED_SEED_BITS = 53  # integers that every JSON parser represents exactly
 
 
@@ -60,9 +60,9 @@ class StructuredOutputs(Record, frozen=True):
     """
 
     json: str | dict[str, Any] | bool | None = None
-    regex: _Text | None = None
+    regex: Text | None = None
     choice: Annotated[tuple[str, ...], Meta(min_length=1)] | None = None
-    grammar: _Text | None = None
+    grammar: Text | None = None
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
@@ -128,18 +128,18 @@ class SamplingParams(Record, frozen=True):
     temperature: Annotated[float, Meta(ge=0, le=LARGEST)] = 0.0
     top_k: Annotated[int, Meta(ge=-1)] = 0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    min_p: _Share = 0.0
+    min_p: Share = 0.0
     seed: int | None = None
     max_tokens: Annotated[int, Meta(ge=1)] = 128
-    stop: _Text | tuple[_Text, ...] = ()
+    stop: Text | tuple[Text, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     repetition_penalty: Annotated[float, Meta(gt=0, le=LARGEST)] = 1.0
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
     logit_bias: dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    logprobs: _Logprobs = None
+    logprobs: Logprobs = None
     ignore_eos: bool = False
-    prompt_logprobs: _Logprobs = None
+    prompt_logprobs: Logprobs = None
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:

@@ -170,8 +170,9 @@ def range_words(ranges: Iterable[Meta]) -> str:
 
 
 def range_of(hint: Any) -> str:
-    """The range of an annotated number in words; empty for other types, and without one."""
-    return next((words for kind, ranges in members(hint) if kind in (int, float) and (words := range_words(ranges))), "")
+    """The range of an annotated number in words; empty without one, and where a string is allowed, too."""
+    found = dict(members(hint))
+    return "" if str in found else next((range_words(found[kind]) for kind in (int, float) if kind in found), "")
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
