@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from msgspec import Meta
-from msgspec.structs import asdict, force_setattr
+from msgspec.structs import asdict
 
 from pipedec.core.errors import BadValue, UserError
 from pipedec.core.limits import KNEE_ROWS, MAX_FORWARDS
@@ -26,11 +26,8 @@ MAX_CHILDREN = 128
 MAX_DEPTH = 64
 Proposer = Literal["draft", "ngrams"]
 Shape = Literal["likeliest", "efficient", "straightforward", "full"]
-TreeShape = Literal["layers", "eagle2", "opt-tree", "sequoia"]
 PROPOSERS: tuple[Proposer, ...] = get_args(Proposer)
 SHAPES: tuple[Shape, ...] = get_args(Shape)
-TREE_SHAPES: tuple[TreeShape, ...] = get_args(TreeShape)
-MAX_PLANNED_ROWS = 256  # of a tree of the shape ``sequoia``
 Options = TypeVar("Options", bound=MethodOptions)
 
 
@@ -69,65 +66,32 @@ class PipeDecOptions(LayerTreeOptions, frozen=True):
     """``pipedec``: one layer of the tree enters at every timestep."""
 
 
-class StaticTreeOptions(MethodOptions, frozen=True):
-    """``stpp``: a whole tree enters in one timestep. What is None takes the default of the shape, if the shape uses it.
+class StaticTreeOptions(LayerTreeOptions, frozen=True):
+    """``stpp``: a whole tree enters in one timestep. With ``rows`` only its most probable rows, of layers that may be as wide."""
 
-    ``rows`` are those below the root. With ``layers`` they are optional: only the most probable rows of the layers enter.
-    """
-
-    width: Annotated[Rows | None, Option("Maximum rows per tree layer, w", "32, with layers")] = None
-    children: Annotated[Children | None, Option("Maximum children per row, c", "16, 10 with eagle2")] = None
-    depth: Annotated[Depth | None, Option("Tree layers below the root", "4, 6, 10 or 8 by shape")] = None
-    rows: Annotated[Rows | None, Option("Maximum tree size; keeps the most probable rows", "60, whole layers with layers")] = None
-    shape: Annotated[TreeShape, Option("Shape of the static tree")] = "layers"
-    min_gain: Annotated[
-        Annotated[int, Meta(ge=1, le=100)] | None,
-        Option("Percent of a token that one more layer of an opt-tree must bring", "10"),
-    ] = None
+    depth: Annotated[Depth, Option("Tree layers below the root")] = 4
+    rows: Annotated[Rows | None, Option("Maximum tree size; keeps the most probable rows", "whole layers")] = None
     proposers: Proposers = ("draft",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        defaults = _SHAPE_DEFAULTS[self.shape]
-        for name in ("width", "children", "depth", "rows", "min_gain"):
-            if getattr(self, name) is None:
-                force_setattr(self, name, defaults.get(name))
-            elif name not in defaults:
-                raise BadValue(f"{name}: shape {self.shape} has no such limit: leave it out, or choose another shape")
         if "draft" not in self.proposers:
             raise BadValue("proposers: a static tree needs the draft model: name draft, too")
-        if self.shape == "sequoia" and self.limit("rows") > MAX_PLANNED_ROWS:
-            raise BadValue(f"rows: must be at most {MAX_PLANNED_ROWS} with shape sequoia, not {self.rows}")
         most = MAX_ROWS if self.rows is None else MAX_DRAFTED_ROWS  # without a limit of rows, all that are drafted enter
-        if (depth := self.limit("depth")) * self.layer_rows > most:
-            raise BadValue(f"depth: {depth} layers of {self.layer_rows} rows are drafted at once: together at most {most}")
+        if self.depth * self.layer_rows > most:
+            raise BadValue(f"depth: {self.depth} layers of {self.layer_rows} rows are drafted at once: together at most {most}")
         if self.choices > MAX_CHOICES:
             raise BadValue(f"children: the rows that are drafted at once have {self.choices} children: at most {MAX_CHOICES}")
-
-    def limit(self, name: str) -> int:
-        """A number that the shape uses."""
-        value = getattr(self, name)
-        assert isinstance(value, int)
-        return value
 
     @property
     def layer_rows(self) -> int:
         """Maximum rows of a layer that is drafted."""
-        return self.limit("children") if self.shape == "eagle2" else self.rows or self.limit("width")
+        return self.rows or self.width
 
     @property
     def choices(self) -> int:
         """Maximum children of all rows that are drafted."""
-        return self.limit("depth") * self.layer_rows * self.limit("children")
-
-
-# The limits that each shape uses, with their defaults (EAGLE-2 §5, OPT-Tree §4, Sequoia §4).
-_SHAPE_DEFAULTS: dict[str, dict[str, int | None]] = {
-    "layers": {"width": 32, "children": 16, "depth": 4, "rows": None},
-    "eagle2": {"children": 10, "depth": 6, "rows": 60},
-    "opt-tree": {"children": 16, "depth": 10, "rows": 60, "min_gain": 10},
-    "sequoia": {"children": 16, "depth": 8, "rows": 60},
-}
+        return self.depth * self.layer_rows * self.children
 
 
 class BestFirstOptions(MethodOptions, frozen=True):
@@ -272,10 +236,7 @@ def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerT
             takers = [other.name for other in METHODS.values() if key in other.option_names]
             hint = f"it is an option of {', '.join(takers)}" if takers else f"it takes {', '.join(entry.option_names) or 'none'}"
             raise UserError(f"method {name} has no option {shortened(key)!r}: {hint}")
-    is_layered = issubclass(entry.options, LayerTreeOptions)
-    if entry.options is StaticTreeOptions:
-        is_layered = values.get("shape", "layers") == "layers"
-    defaults = asdict(tree) if tree is not None and is_layered else {}
+    defaults = asdict(tree) if tree is not None and issubclass(entry.options, LayerTreeOptions) else {}
     return cast(MethodOptions, value_of(entry.options, {**defaults, **values}))
 
 

@@ -27,7 +27,6 @@ from pipedec.methods import (
     METHOD_NAMES,
     METHODS,
     SHAPES,
-    TREE_SHAPES,
     BestFirstOptions,
     BitaOptions,
     LayerTreeOptions,
@@ -96,20 +95,12 @@ def test_what_a_pipeline_can_run() -> None:
         ("pipedec", {"width": None}, "width: must be an integer (1 to 512), not empty"),
         ("pipedec", {"width": True}, "width: must be an integer (1 to 512), not True"),
         ("stpp", {"depth": 65}, "depth: must be an integer (1 to 64), not 65"),
-        ("stpp", {"shape": "eagle2", "width": 3}, "width: shape eagle2 has no such limit: leave it out, or choose another shape"),
-        ("stpp", {"shape": "eagle2", "min_gain": 3}, "min_gain: shape eagle2 has no such limit: leave it out, or choose another"),
-        ("stpp", {"min_gain": 3}, "min_gain: shape layers has no such limit: leave it out, or choose another shape"),
-        ("stpp", {"shape": "full"}, "shape: must be one of layers, eagle2, opt-tree, sequoia, not 'full'"),
-        ("stpp", {"shape": "sequoia", "rows": 300}, "rows: must be at most 256 with shape sequoia, not 300"),
-        (
-            "stpp",
-            {"shape": "sequoia", "rows": 100, "children": 100},
-            "children: the rows that are drafted at once have 80000 children",
-        ),
+        ("stpp", {"shape": "full"}, "method stpp has no option 'shape': it is an option of bita"),
+        ("stpp", {"rows": 100, "depth": 8, "children": 100}, "children: the rows that are drafted at once have 80000 children"),
         ("stpp", {"width": 128, "depth": 5}, "depth: 5 layers of 128 rows are drafted at once: together at most 512"),
         ("pipedec-bestfirst", {"forwards": 9}, "forwards: must be an integer (1 to 8), not 9"),
         ("pipedec-bestfirst", {"children": 129}, "children: must be an integer (1 to 128), not 129"),
-        ("stpp", {"shape": "eagle2", "children": 100, "depth": 50}, "depth: 50 layers of 100 rows are drafted at once: together"),
+        ("stpp", {"rows": 100, "depth": 50}, "depth: 50 layers of 100 rows are drafted at once: together at most 2048"),
         ("stpp", {"proposers": ["ngrams"]}, "proposers: a static tree needs the draft model: name draft, too"),
         ("pipedec-bestfirst", {"proposers": ()}, "proposers: must be a list (not empty), not ()"),
         ("pipedec-bestfirst", {"proposers": [["draft"]]}, "proposers[0]: must be one of draft, ngrams, not ['draft']"),
@@ -126,24 +117,8 @@ def test_what_is_given_goes_before_the_cluster_s_tree() -> None:
     tree = LayerTreeOptions(3, 2)
     assert make_options("pipedec", {"children": 5}, tree) == PipeDecOptions(3, 5)
     assert make_options("stpp", {"depth": 2}, tree) == StaticTreeOptions(3, 2, 2)
-    assert make_options("stpp", {"shape": "eagle2"}, tree) == StaticTreeOptions(shape="eagle2"), "no tree of equal layers"
     assert make_options(DEFAULT_METHOD, {"proposers": ["ngrams"]}, tree) == BestFirstOptions(proposers=("ngrams",))
     assert make_options("bita", {}, tree) == BitaOptions()
-
-
-@pytest.mark.parametrize(
-    ("shape", "limits"),
-    [
-        ("layers", {"width": 32, "children": 16, "depth": 4}),
-        ("eagle2", {"children": 10, "depth": 6, "rows": 60}),
-        ("opt-tree", {"children": 16, "depth": 10, "rows": 60, "min_gain": 10}),
-        ("sequoia", {"children": 16, "depth": 8, "rows": 60}),
-    ],
-)
-def test_a_shape_has_the_limits_that_it_uses(shape: str, limits: dict[str, int]) -> None:
-    made = asdict(make_options("stpp", {"shape": shape}))
-    assert {name: value for name, value in made.items() if isinstance(value, int)} == limits
-    assert make_options("stpp", made) == make_options("stpp", {"shape": shape}), "as a client sends them"
 
 
 def test_limits_that_several_methods_share() -> None:
@@ -159,7 +134,7 @@ def test_every_option_has_a_flag_that_names_its_methods() -> None:
         print(asked.options)
 
     flags = {option.name: option for option in command.params if isinstance(option, click.Option)}
-    assert set(re.findall(r"[\w-]+", str(flags["shape"].metavar))) == {*SHAPES, *TREE_SHAPES}
+    assert set(re.findall(r"[\w-]+", str(flags["shape"].metavar))) == set(SHAPES)
     for name in OPTION_NAMES:
         takers = [method for method, entry in METHODS.items() if name in entry.option_names]
         assert all(f"{method}: " in str(flags[name].help) for method in takers)

@@ -1,4 +1,5 @@
-"""Opponents of the default policy that only the replay knows: a chain of tokens, and segments of a tree ordered by score.
+"""Opponents of the default policy that only the replay knows: a chain of tokens, segments of a tree ordered by score, and static
+trees of other shapes.
 
 They are policies within ``methods.registered(*OPPONENTS)``.
 """
@@ -9,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Annotated
 
+from benchmarks.policy.shapes import Eagle2Options, OptTreeOptions, SequoiaOptions
 from pipedec.core.request import TokenizedRequest
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.budget import Demand
@@ -68,4 +70,9 @@ OPPONENTS = (
         "flowspec", "Segments of a draft tree, ordered by score.", FlowSpecOptions, "benchmarks.policy.opponents:FlowSpec",
         draft="required",
     ),
+    MethodEntry(
+        "eagle2", "Static trees of EAGLE-2.", Eagle2Options, "pipedec.decoding.static_tree:StaticTree", draft="required"
+    ),
+    MethodEntry("opt-tree", "Static trees of OPT-Tree.", OptTreeOptions, "benchmarks.policy.shapes:OptTree", draft="required"),
+    MethodEntry("sequoia", "Static trees of Sequoia.", SequoiaOptions, "benchmarks.policy.shapes:Sequoia", draft="required"),
 )  # fmt: skip

@@ -35,9 +35,9 @@ class Rival:
 _SOURCES = {"proposers": ("draft", "draft+ngrams")}
 RIVALS = {
     "static": Rival("stpp", {"rows": (72,), "depth": (8,), **_SOURCES}),
-    "eagle2": Rival("stpp", {"shape": ("eagle2",), "rows": (72,), "depth": (6, 10), **_SOURCES}),
-    "opt-tree": Rival("stpp", {"shape": ("opt-tree",), "rows": (48, 72, 96), "depth": (12,), "min_gain": (10,), **_SOURCES}),
-    "sequoia": Rival("stpp", {"shape": ("sequoia",), "rows": (72,), "depth": (8,), **_SOURCES}),
+    "eagle2": Rival("eagle2", {"rows": (72,), "depth": (6, 10), **_SOURCES}),
+    "opt-tree": Rival("opt-tree", {"rows": (48, 72, 96), "depth": (12,), **_SOURCES}),
+    "sequoia": Rival("sequoia", {"rows": (72,), "depth": (8,), **_SOURCES}),
     "flowspec": Rival("flowspec", {"width": (16, 32), "forwards": (3,), **_SOURCES}),
     "pipedec": Rival("pipedec", {"width": (16, 32)}),
     "chain": Rival("chain", {}),

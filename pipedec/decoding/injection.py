@@ -281,20 +281,6 @@ class InjectionTree:
         for row in self._rows:
             row.best = None
 
-    def ranks(self, tokens: Sequence[int]) -> list[int]:
-        """For accepted ``tokens`` that follow drafted rows, one after another: the place of each among the choices below its row,
-        best first; if it is none of them, their number.
-        """
-        found, row = list[int](), self._rows[0] if self._rows else None
-        for token in tokens:
-            if row is None:
-                break
-            if row.is_drafted and row.forced is None and row.line is not None:
-                choices = row.line.token_ids
-                found.append(choices.index(token) if token in choices else len(choices))
-            row = row.children.get(token)
-        return found
-
     def _add_choices(self, row: _TreeRow, line: Line) -> None:
         row.line = line
         row.best = row.choice_at(0)

@@ -2,7 +2,7 @@
 
 After a verdict the draft model works alone for one timestep: it grows the tree below the last accepted token layer by layer,
 while the stages are idle. The tree then passes through all stages as one step. Its verdict accepts the path on which target and
-tree agree, and one more token, which is the next root. How layers grow is the tree's shape (``shapes``). Tokens that a structure
+tree agree, and one more token, which is the next root. Of every layer the most probable rows are kept. Tokens that a structure
 forces belong to the layer of the row above them.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -21,27 +22,32 @@ from pipedec.decoding.forced import chain_below
 from pipedec.decoding.injection import InjectionTree
 from pipedec.decoding.method import DraftRoom, Method, Resources
 from pipedec.decoding.proposers import Proposals
-from pipedec.decoding.shapes import BestNodes, PositionalAcceptance, PositionalTree, TreeShape, WidestLayers
 from pipedec.decoding.sources import fixed_sources
 from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates
 
 
+class Pick(NamedTuple):
+    """The next choice below a row of the last layer becomes a row; ``is_drafted`` if choices below it are wanted."""
+
+    parent: int
+    is_drafted: bool = True
+
+
 class StaticTree(Method):
-    """A tree of the requested shape, besides forced rows after the root."""
+    """A tree of layers, besides forced rows after the root. Another shape of tree is a subclass with other ``picks``."""
 
     tree: InjectionTree
 
     def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
         super().__init__(request, sequence, resources, thread)
-        self._limits = limits = options_of(request, StaticTreeOptions)
-        self._depth = limits.limit("depth")
+        self.limits = limits = options_of(request, StaticTreeOptions)
+        self.keeps_best = limits.rows is not None  # of the drafted rows the most probable ones enter, not all
         self.tree = InjectionTree(None if self.grammar is None else self._chain_below)
-        self.children = limits.limit("children")
+        self.children = limits.children
         self.choices = limits.choices
-        self.whole = 1 + (limits.rows or self._depth * limits.layer_rows) + self.max_forced
-        self._shape = self._new_shape()
+        self.whole = 1 + (limits.rows or limits.depth * limits.layer_rows) + self.max_forced
         self._sources = fixed_sources(self, limits.proposers)
         self._room = self.whole  # rows of the next step: less if threads share it
         self._size = 0  # rows of the drafted tree that has yet to enter
@@ -50,14 +56,14 @@ class StaticTree(Method):
         self._drafted_layers = 0
         self._chains_left: int | None = None  # forced rows that may still join a layer; None: all
 
-    def _new_shape(self) -> TreeShape:
-        limits = self._limits
-        if limits.shape == "opt-tree":
-            return BestNodes(limits.limit("rows"), limits.limit("min_gain") / 100)
-        if limits.shape == "sequoia":
-            sizes = limits.limit("rows"), self._depth, self.children
-            return PositionalTree(self.resources.experience.learned(self.request, PositionalAcceptance, *sizes))
-        return WidestLayers(limits.layer_rows)
+    def picks(self, layer: Sequence[Sequence[float]]) -> list[Pick]:
+        """The rows of the next layer, best first. If not all of them fit, the first ones become rows.
+
+        Args:
+            layer: the log-chances, of whole paths, of the choices below each row of the last layer, best first. The rows are
+                those of the last call, ordered by their parents, or in that order.
+        """
+        return [Pick(parent) for _, parent in ranked(layer)[: self.limits.layer_rows]]
 
     @property
     def in_flight(self) -> int:
@@ -83,7 +89,7 @@ class StaticTree(Method):
             return ()
         if self._drafted_layers:
             self._to_draft = self._grow(self._layer)
-        if self._to_draft and self._drafted_layers < self._depth:
+        if self._to_draft and self._drafted_layers < self.limits.depth:
             self._drafted_layers += 1
             return self._to_draft
         self._finish()
@@ -94,7 +100,7 @@ class StaticTree(Method):
 
         Forced rows take at most half of a layer.
         """
-        picks, left = self._shape.grow([self.tree.choices_below(row) for row in layer]), self._layer_room()
+        picks, left = self.picks([self.tree.choices_below(row) for row in layer]), self._layer_room()
         self._chains_left, self._layer = left // 2, []
         if self.grammar is None:
             picks = sorted(picks[:left], key=lambda pick: pick.parent)
@@ -112,16 +118,16 @@ class StaticTree(Method):
 
     def _layer_room(self) -> int:
         """Rows of the next layer. If rows are limited, the best ones may all be in one layer."""
-        room = self._room if self._limits.rows else max(self._room // self._depth, 1)
-        return min(self._limits.layer_rows, room)
+        room = self._room if self.limits.rows else max(self._room // self.limits.depth, 1)
+        return min(self.limits.layer_rows, room)
 
     def _finish(self) -> None:
         """End drafting: the tree may enter."""
         self._layer, self._chains_left, size = None, 0, self.whole
-        if self._limits.rows is None or self._limits.shape == "sequoia":
-            self.tree.drop_choices()
+        if self.keeps_best and self.limits.rows is not None:
+            size = self.tree.num_certain + self.limits.rows
         else:
-            size = self.tree.num_certain + self._limits.rows
+            self.tree.drop_choices()
         self._size = sum(1 for _ in islice(self.tree.entering_chances(), size))
 
     def _chain_below(self, path: Sequence[int]) -> Sequence[int]:
@@ -131,7 +137,6 @@ class StaticTree(Method):
         return self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
-        self._shape.learn(self.tree.ranks(accepted.tokens))
         changes, _, lessons = self.tree.advance(accepted.tokens)
         self._sources.learn(lessons)
         self._follow(changes)
@@ -152,4 +157,9 @@ class StaticTree(Method):
         self._chains_left = None
         self.tree.plant(token)
         self._layer, self._to_draft, self._drafted_layers = [self.tree.num_rows - 1], range(self.tree.num_rows), 0
-        self._shape.begin()
+
+
+def ranked(layer: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
+    """The choices below all rows of a layer with their parents, best first; of equally good ones, the earlier parent's."""
+    choices = [(chance, parent) for parent, chances in enumerate(layer) for chance in chances]
+    return sorted(choices, key=lambda choice: -choice[0])

@@ -11,9 +11,9 @@ from support.drafters import PROMPT, ScriptedDrafter, begun, rows
 from support.programs import Calls, caller
 from support.tiny_pair import Pair
 
-from benchmarks.load.offered import Policy
 from benchmarks.policy.__main__ import policy
 from benchmarks.policy.opponents import OPPONENTS, FlowSpecOptions
+from pipedec.bench.policy import Policy
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.verdict import Verdict
@@ -78,9 +78,9 @@ def test_flowspec_sends_segments_by_score_and_drafts_the_best_rows() -> None:
 
 def test_opponents_are_methods_of_the_replay_alone() -> None:
     with registered(*OPPONENTS):
-        assert tuple(METHODS) == (*METHOD_NAMES, "chain", "flowspec")
+        assert tuple(METHODS) == (*METHOD_NAMES, "chain", "flowspec", "eagle2", "opt-tree", "sequoia")
         with pytest.raises(UserError, match="children: must be between"):
             Policy.parse("chain:children=0")
-        with pytest.raises(ValueError, match="another method chain, flowspec"), registered(*OPPONENTS):
+        with pytest.raises(ValueError, match="another method chain, eagle2, flowspec, opt-tree, sequoia"), registered(*OPPONENTS):
             pass
     assert tuple(METHODS) == METHOD_NAMES

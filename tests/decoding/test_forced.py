@@ -14,7 +14,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding.forced import MAX_FORCED
-from pipedec.methods import PROPOSERS, TREE_SHAPES, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
+from pipedec.methods import PROPOSERS, BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import Sequence
 from pipedec.tree import PredictionTree
 
@@ -23,8 +23,7 @@ EVERY_METHOD: list[tuple[str, MethodOptions | None]] = [
     ("pp", None), ("pipedec", PipeDecOptions(64, 4)), ("stpp", StaticTreeOptions(64, 4, 2)), ("pipedec-bestfirst", None),
     ("stpp", StaticTreeOptions(8, 4, 2, rows=4)), ("pipedec-bestfirst", BestFirstOptions(width=48)),
     ("pipedec-bestfirst", BestFirstOptions(proposers=("ngrams",))), ("bita", BitaOptions(depth=2)),
-    *[("stpp", StaticTreeOptions(children=4, depth=3, rows=8, shape=shape)) for shape in TREE_SHAPES[1:]],
-    ("stpp", StaticTreeOptions(children=4, depth=3, rows=8, shape="opt-tree", proposers=PROPOSERS)),
+    ("stpp", StaticTreeOptions(children=4, depth=3, rows=8, proposers=PROPOSERS)),
     *[("bita", BitaOptions(depth=2, shape=shape)) for shape in ("straightforward", "efficient", "full")],
 ]  # fmt: skip
 

@@ -214,7 +214,7 @@ def test_a_verdict_on_another_tree_is_refused() -> None:
         injection.advance([7, 8])
 
 
-def test_choices_become_rows_by_name_and_accepted_tokens_have_ranks() -> None:
+def test_choices_become_rows_by_name() -> None:
     """10 has the choices 11, 12 and 13; 12 has 14 and 15. The last choices are dropped, so that rows alone enter."""
     tree = InjectionTree()
     tree.plant(10)
@@ -227,5 +227,3 @@ def test_choices_become_rows_by_name_and_accepted_tokens_have_ranks() -> None:
     tree.drop_choices()
     assert len(list(tree.entering_chances())) == 4
     assert tree.enter(9) == ([10, 11, 12, 14], [-1, 0, 0, 2])
-    assert tree.ranks([12, 14, 16]) == [1, 0], "nothing is known below 14, which was not drafted"
-    assert tree.ranks([12, 15]) == [1, 1] and tree.ranks([77, 1]) == [3]

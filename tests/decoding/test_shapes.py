@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from support.examples import examples
 
+from benchmarks.policy.opponents import OPPONENTS
+from benchmarks.policy.shapes import Node, PositionalAcceptance, best_tree
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Verdict
-from pipedec.decoding.shapes import Node, PositionalAcceptance, best_tree
-from pipedec.methods import TREE_SHAPES, StaticTreeOptions
+from pipedec.methods import make_options, registered
 from pipedec.tree import Candidates, DraftTree
 
 TokenPath = tuple[int, ...]  # the tokens of a row and its ancestors, or the ranks of a node below the root
@@ -123,9 +124,12 @@ def eagle2(drafter: RandomDrafter, root: int, top_k: int, depth: int, total: int
     return dict(sorted(drafted.items(), key=lambda item: (-item[1], len(item[0])))[:total])
 
 
-def begun_with(drafter: ScriptedDrafter, text: tuple[int, ...] = PROMPT, token: int = 10, **options: Any) -> Alone:
-    """A static tree whose target has said ``token``."""
-    method = begun(TokenizedRequest(0, text, method="stpp", options=StaticTreeOptions(**options)), drafter)
+def begun_with(
+    drafter: ScriptedDrafter, shape: str = "stpp", text: tuple[int, ...] = PROMPT, token: int = 10, **options: Any
+) -> Alone:
+    """A static tree of the method ``shape`` whose target has said ``token``."""
+    with registered(*OPPONENTS):
+        method = begun(TokenizedRequest(0, text, method=shape, options=make_options(shape, options)), drafter)
     method.apply(Verdict.of(token))
     return method
 
@@ -134,7 +138,7 @@ def begun_with(drafter: ScriptedDrafter, text: tuple[int, ...] = PROMPT, token: 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(1, 4), st.integers(1, 40))
 def test_eagle2_is_what_its_paper_defines(seed: int, top_k: int, depth: int, total: int) -> None:
     drafter = RandomDrafter(seed)
-    method = begun_with(drafter, children=top_k, depth=depth, rows=total, shape="eagle2")
+    method = begun_with(drafter, "eagle2", children=top_k, depth=depth, rows=total)
     assert set(entered(method)) == {(10,), *eagle2(drafter, 10, top_k, depth, total)}
     assert len(drafter.expanded) == depth and all(len(layer) <= top_k for layer in drafter.expanded)
 
@@ -170,7 +174,7 @@ def layers_below(
 def test_an_opt_tree_is_the_best_one_of_layers_that_bring_enough(seed: int, count: int, min_gain: int) -> None:
     """Every drafted layer before the last one brought ``min_gain`` percent of a token at the least."""
     drafter = RandomDrafter(seed)
-    method = begun_with(drafter, children=3, depth=4, rows=count, min_gain=min_gain, shape="opt-tree")
+    method = begun_with(drafter, "opt-tree", children=3, depth=4, rows=count, min_gain=min_gain)
     found, layers, tree = entered(method), len(drafter.expanded), layers_below(drafter, 10, depth=4, children=3)
 
     def best(depth: int) -> dict[TokenPath, float]:
@@ -184,7 +188,7 @@ def test_an_opt_tree_is_the_best_one_of_layers_that_bring_enough(seed: int, coun
 
 def test_a_positional_tree_enters_whole_and_is_drafted_below_nodes_with_children() -> None:
     drafter = RandomDrafter(3)
-    method = begun_with(drafter, children=3, depth=3, rows=6, shape="sequoia")
+    method = begun_with(drafter, "sequoia", children=3, depth=3, rows=6)
     ranks, named = list(paths_of(PositionalAcceptance(6, 3, 3).tree)), {(): (10,)}
     for path in ranks:
         above = named[path[:-1]]
@@ -201,18 +205,19 @@ def test_without_a_limit_every_layer_is_as_wide_as_allowed(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "limit"), [*(("layers", rows) for rows in (1, 3, 13, 84, 100)), *((name, 6) for name in TREE_SHAPES[1:])]
+    ("shape", "limit"),
+    [*(("stpp", rows) for rows in (1, 3, 13, 84, 100)), *((name, 6) for name in ("eagle2", "opt-tree", "sequoia"))],
 )
 def test_rounds_follow_each_other(shape: str, limit: int) -> None:
     """The next tree begins below the token that was accepted last, also if its row was drafted but has not entered. Without
     another shape the likeliest rows of all are kept.
     """
     drafter, token = RandomDrafter(5), 10
-    method = begun_with(drafter, children=4, depth=3, rows=limit, shape=shape, **({"width": 1} if shape == "layers" else {}))
+    method = begun_with(drafter, shape, children=4, depth=3, rows=limit, width=1)
     for depth in (3, 1, 3, 0, 3):
         paths = entered(method)
         assert paths[0] == (token,) and 1 < len(paths) <= limit + 1
-        assert shape != "layers" or set(paths[1:]) == set(likeliest(layers_below(drafter, token), limit))
+        assert shape != "stpp" or set(paths[1:]) == set(likeliest(layers_below(drafter, token), limit))
         deepest = max((path for path in paths if len(path) <= depth + 1), key=len)
         token = next(each for each, _ in [*drafter.after(deepest), (99, 0.0)] if (*deepest, each) not in paths)
         method.apply(Verdict.of(*deepest[1:], token))
@@ -220,10 +225,10 @@ def test_rounds_follow_each_other(shape: str, limit: int) -> None:
 
 def test_ngrams_add_what_the_draft_does_not_say() -> None:
     text = (7, 31, 32, 33, 34) * 3 + (7,)
-    both: dict[str, Any] = {"width": None, "children": 2, "depth": 4, "min_gain": 1, "proposers": ("draft", "ngrams")}
-    method = begun_with(ScriptedDrafter({}), text, 31, rows=12, shape="opt-tree", **both)
+    both: dict[str, Any] = {"children": 2, "depth": 4, "min_gain": 1, "proposers": ("draft", "ngrams")}
+    method = begun_with(ScriptedDrafter({}), "opt-tree", text, 31, rows=12, **both)
     assert (31, 32, 33, 34) in entered(method)
-    alone = begun_with(ScriptedDrafter({}), text, 31, rows=12, shape="opt-tree")
+    alone = begun_with(ScriptedDrafter({}), "opt-tree", text, 31, rows=12)
     assert all(token in (31, 60, 61) for path in entered(alone) for token in path)
 
 
@@ -235,5 +240,5 @@ def test_candidates_need_not_be_sorted() -> None:
             found = super()._expand(tree, rows, children)
             return Candidates(found.rows, found.token_ids.flip(1), found.log_probs.flip(1))
 
-    method = begun_with(Unsorted({10: ((11, 0.7), (12, 0.2))}), children=2, depth=1, rows=1, shape="opt-tree")
+    method = begun_with(Unsorted({10: ((11, 0.7), (12, 0.2))}), "opt-tree", children=2, depth=1, rows=1)
     assert entered(method) == [(10,), (10, 11)]

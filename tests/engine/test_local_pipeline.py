@@ -29,7 +29,6 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.methods import (
     METHODS,
     PROPOSERS,
-    TREE_SHAPES,
     BestFirstOptions,
     BitaOptions,
     PipeDecOptions,
@@ -54,8 +53,7 @@ OPTIONS = {
     "stpp": [
         StaticTreeOptions(**TREE), StaticTreeOptions(3, 2, depth=1), StaticTreeOptions(1, 8, depth=2, rows=1),
         StaticTreeOptions(1, 5, depth=5, rows=12),
-        *[StaticTreeOptions(children=4, depth=4, rows=12, shape=shape) for shape in TREE_SHAPES[1:]],
-        StaticTreeOptions(children=4, depth=3, shape="sequoia", proposers=PROPOSERS),
+        StaticTreeOptions(children=4, depth=3, rows=12, proposers=PROPOSERS),
     ],
     "pipedec-bestfirst": [
         BestFirstOptions(), BestFirstOptions(width=1, forwards=2), BestFirstOptions(width=5, children=3, forwards=3),

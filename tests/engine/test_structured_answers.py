@@ -40,7 +40,6 @@ DRAWN = {"temperature": 0.9, "seed": 7, "top_p": 0.95, "repetition_penalty": 1.2
 OTHERS: list[tuple[str, MethodOptions]] = [
     ("pipedec", PipeDecOptions(1, 4)), ("pipedec", PipeDecOptions(5, 2)), ("stpp", StaticTreeOptions(4, 4, depth=3)),
     ("stpp", StaticTreeOptions(16, 4, depth=2, rows=6)), ("pipedec-bestfirst", BestFirstOptions(width=1)),
-    *(("stpp", StaticTreeOptions(children=4, depth=4, rows=12, shape=shape)) for shape in ("eagle2", "opt-tree", "sequoia")),
     ("pipedec-bestfirst", BestFirstOptions(width=20, forwards=3)), ("pipedec-bestfirst", BestFirstOptions(proposers=("ngrams",))),
     *(("bita", BitaOptions(shape=shape)) for shape in ("straightforward", "efficient", "full")),
 ]  # fmt: skip

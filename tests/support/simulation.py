@@ -35,8 +35,7 @@ METHODS: dict[str, tuple[MethodOptions | None, ...]] = {
     "stpp": (
         StaticTreeOptions(4, 3, 2),
         StaticTreeOptions(16, 4, 3),
-        StaticTreeOptions(depth=3, rows=9, shape="eagle2"),
-        StaticTreeOptions(depth=3, rows=9, shape="sequoia", proposers=("draft", "ngrams")),
+        StaticTreeOptions(depth=3, rows=9, proposers=("draft", "ngrams")),
     ),
     "bita": (BitaOptions(depth=2), BitaOptions(depth=2, shape="straightforward")),
     "pipedec-bestfirst": (None, BestFirstOptions(width=3), BestFirstOptions(forwards=1), BestFirstOptions(proposers=("ngrams",))),
