@@ -238,7 +238,7 @@ def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(resident: LocalClus
         "sampling.stop_token_ids[0]: must be an integer, not a list": {"sampling": {"stop_token_ids": [[1]]}},
         "the model's context is 2048": {"sampling": {"max_tokens": 10**6}},
         "logit_bias names token 5000": {"sampling": {"logit_bias": {"5000": 1}}},
-        "width: must be between 1 and 512, not 513": {"options": {"width": 513}},
+        "width: must be an integer (1 to 512), not 513": {"options": {"width": 513}},
         "method pp has no option 'width': it is an option of stpp, pipedec": {"method": "pp", "options": {"width": 4}},
         "5 layers of 128 rows are drafted at once": {"method": "stpp", "options": {"width": 128, "depth": 5}},
         "depth 4, but this BiTA was trained with 3 masks: lower --depth": {"method": "bita", "options": {"depth": 4}},

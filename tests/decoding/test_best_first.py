@@ -139,6 +139,6 @@ def test_no_proposer_is_refused() -> None:
 
 
 def test_a_width_that_no_tree_holds_is_refused() -> None:
-    with pytest.raises(UserError, match=rf"^width: must be between 1 and {MAX_ROWS}, not {MAX_ROWS + 1}$"):
+    with pytest.raises(UserError, match=rf"^width: must be an integer \(1 to {MAX_ROWS}\), not {MAX_ROWS + 1}$"):
         best_first(ScriptedDrafter(SURE), width=MAX_ROWS + 1)
     best_first(ScriptedDrafter(SURE), width=MAX_ROWS)
