@@ -73,7 +73,7 @@ REFUSED = [
     (["--prompt", "a", "--target", "nowhere"], "nowhere is not a directory"),
     (["--prompt", "a", "--bita", "nowhere"], "nowhere/config.json cannot be read: give a directory that pipedec train bita"),
     (["--prompt", "a", "--method", "bita", "--bita", "none"], "method bita needs what pipedec train bita has learned"),
-    (["--prompt", "a", "--shape", "nonsense"], "'nonsense' is not one of 'likeliest', 'efficient',"),
+    (["--prompt", "a", "--shape", "nonsense"], "Invalid value for '--shape': must be one of likeliest, efficient, straightforward, full, not 'nonsense'"),
     (
         ["--prompt", "a", "--proposers", "oracle"],
         "Invalid value for '--proposers': [0]: must be one of draft, ngrams, not 'oracle'",
