@@ -6,12 +6,12 @@ Weights are random: only the shape determines how long a step takes. Owns the bo
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
+import pynvml
 import torch
 
 from benchmarks.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
@@ -36,7 +36,6 @@ DATA_SHEETS = {
 }  # fmt: skip
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
-_NVIDIA_SMI_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,10 @@ def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda 
 
 def driver() -> str | None:
     """The version of the NVIDIA driver, or None where there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return None
 
 
 def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofline, device: torch.device) -> Iterator[Row]:

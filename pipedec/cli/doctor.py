@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +15,9 @@ from rich.table import Table
 
 from pipedec.cli.options import Json
 from pipedec.cli.show import console as progress
-from pipedec.cluster.doctor.checks import HostDoctor
 from pipedec.cluster.doctor.comparison import compare
-from pipedec.cluster.doctor.facts import Questions
-from pipedec.cluster.doctor.findings import Finding, Level, has_problem
+from pipedec.cluster.doctor.findings import Finding, Level
+from pipedec.cluster.doctor.host import HostDoctor, Questions
 from pipedec.cluster.survey import Survey
 from pipedec.config import load_cluster
 from pipedec.config.redis import redis_config
@@ -53,9 +51,9 @@ def doctor(
         raise UserError("--partition needs the file: give --cluster cluster.yaml, too")
     if cluster is None:
         redis_url = redis_config().connection_url
-        with progress.status("Examining this host"), closing(HostDoctor()) as host:
-            report = host.examine(Questions(redis_url, starts_redis=redis_url is None))
-        table: Mapping[str, Findings] = {report.facts.network.host_name: {finding.name: finding for finding in report.findings}}
+        with progress.status("Examining this host"):
+            report = HostDoctor().examine(Questions(redis_url, starts_redis=redis_url is None))
+        table: Mapping[str, Findings] = {report.host_name: {finding.name: finding for finding in report.findings}}
     else:
         config = load_cluster(cluster)
         with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config, partition) as survey:
@@ -64,7 +62,7 @@ def doctor(
         print(json.dumps({host: [asdict(finding) for finding in findings.values()] for host, findings in table.items()}))
     else:
         show(table, Console(width=None if Console().is_terminal else _PAPER, highlight=False))
-    if ill := [host for host, findings in table.items() if has_problem(findings.values())]:
+    if ill := [host for host, findings in table.items() if any(one.level == "problem" for one in findings.values())]:
         raise PipedecError(f"there are problems on {', '.join(ill)}")
 
 

@@ -30,7 +30,7 @@ from pipedec.core.errors import PipedecError, UserError
 from pipedec.validation import validated
 
 if TYPE_CHECKING:
-    from pipedec.cluster.doctor.checks import HostDoctor
+    from pipedec.cluster.doctor.host import HostDoctor
     from pipedec.cluster.host_watch import HostWatch
     from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedServer
@@ -238,19 +238,17 @@ class Node:
                 self._say("watching")
             case "examine":
                 os.environ.update(order.get("environment", {}))  # before torch is loaded
-                from pipedec.cluster.doctor.checks import HostDoctor
-                from pipedec.cluster.doctor.facts import Questions
+                from pipedec.cluster.doctor.host import HostDoctor, Questions
 
                 self._doctor = self._doctor or HostDoctor()
                 self._say("examined", report=asdict(self._doctor.examine(validated(Questions, order["questions"]))))
             case "reach":
-                from pipedec.cluster.doctor.checks import unreachable
+                from pipedec.cluster.doctor.host import unreachable
 
                 self._say("reached", unreachable=unreachable(order["places"]))
             case "measure":
-                from pipedec.cluster.doctor.links import measure
-
-                self._say("measured", link=asdict(measure(order["address"], order["port"])))
+                assert self._doctor is not None
+                self._say("measured", link=asdict(self._doctor.measure(**order)))
 
 
 def own_address(towards: list[str], interface: str | None) -> str | None:

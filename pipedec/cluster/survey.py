@@ -14,11 +14,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from pipedec import __version__
-from pipedec.cluster.doctor.checks import HostReport
 from pipedec.cluster.doctor.comparison import HostAnswer
-from pipedec.cluster.doctor.facts import Questions
 from pipedec.cluster.doctor.findings import Finding, note, problem
-from pipedec.cluster.doctor.links import SESSION_SECONDS, MeasuredLink
+from pipedec.cluster.doctor.host import HostReport, Questions
+from pipedec.cluster.doctor.links import MEASURE_SECONDS, MeasuredLink
 from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
@@ -30,7 +29,7 @@ from pipedec.plan.placement import rank_places
 from pipedec.validation import validated
 
 ANSWER_SECONDS = 90.0  # torch may be imported from a slow file system
-MEASURE_SECONDS = SESSION_SECONDS + 5.0
+ANSWER_OF_LINKS_SECONDS = 2 * MEASURE_SECONDS
 END_SECONDS = 5.0
 
 
@@ -49,6 +48,7 @@ class Survey:
         self._config = config
         self._news: SimpleQueue[News] = SimpleQueue()
         self._links: dict[str, NodeLink] = {}
+        self._measurements = 0
 
     def __enter__(self) -> Survey:
         for server in self._config.servers:
@@ -74,11 +74,11 @@ class Survey:
             except UserError as error:
                 odd = problem("pipedec", f"an odd report ({error})", f"install pipedec {__version__} there again")
                 answers[host] = HostAnswer(failure=odd)
-        networks = {host: answer.report.facts.network for host, answer in answers.items() if answer.report is not None}
-        places = {host: (one.address, one.port) for host, one in networks.items() if one.address and one.port}
-        for host in networks:
+        reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
+        places = {host: (one.address, one.port) for host, one in reports.items() if one.address and one.port}
+        for host in reports:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
-        for host, news in self._collect("reached", networks, ANSWER_SECONDS).items():
+        for host, news in self._collect("reached", reports, ANSWER_SECONDS).items():
             if isinstance(news, Finding):
                 answers[host] = HostAnswer(failure=news)
             else:
@@ -90,16 +90,18 @@ class Survey:
         if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
         lost = {target: "no answer from it" for target in needs.targets if target not in places} | dict(answer.unreachable)
-        links = {target: MeasuredLink(error=lost[target]) for target in needs.targets if target in lost}
-        for target in [target for target in needs.targets if target not in lost]:
-            address, port = places[target]
-            self._links[host].order("measure", address=address, port=port)
-            news = self._collect("measured", [host], MEASURE_SECONDS)[host]
-            if isinstance(news, Finding):
-                links[target] = MeasuredLink(error=news.value)
-            else:
-                links[target] = validated(MeasuredLink, news["link"])
-        return replace(answer, links={target: links[target] for target in needs.targets})
+        links = {}
+        for target in needs.targets:
+            if target in lost or host not in places:
+                links[target] = MeasuredLink(error=lost.get(target, "no port could be opened"))
+                continue
+            self._measurements += 1
+            for rank, end in enumerate((host, target)):
+                address, port = places[host]
+                self._links[end].order("measure", rank=rank, address=address, port=port, number=self._measurements)
+            news = self._collect("measured", [host, target], ANSWER_OF_LINKS_SECONDS)[host]
+            links[target] = MeasuredLink(error=news.value) if isinstance(news, Finding) else validated(MeasuredLink, news["link"])
+        return replace(answer, links=links)
 
     def _collect(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
+import pynvml
 import pytest
 from rich.console import Console
 from support.programs import Calls as Pipedec
@@ -30,17 +31,27 @@ def test_a_host_is_examined(pipedec: Pipedec) -> None:
     assert shown.out.splitlines()[-1] == f"1 host, 0 problems, {num_notes} note{'s' if num_notes != 1 else ''}"
 
 
-def test_gpus_that_torch_cannot_use_are_a_problem(pipedec: Pipedec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '570.86.15, NVIDIA L40, 46068\\n570.86.15, NVIDIA L40, 46068\\n'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_gpus_that_torch_cannot_use_are_a_problem(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in (
+        ("nvmlInit", lambda: None), ("nvmlSystemGetDriverVersion", lambda: "570.86.15"), ("nvmlDeviceGetCount", lambda: 2),
+        ("nvmlDeviceGetHandleByIndex", lambda index: index), ("nvmlDeviceGetName", lambda handle: "NVIDIA L40"),
+        ("nvmlDeviceGetUUID", lambda handle: f"GPU-{handle}"),
+        ("nvmlDeviceGetMemoryInfo", lambda handle: SimpleNamespace(total=46068 << 20, free=46000 << 20)),
+    ):  # fmt: skip
+        monkeypatch.setattr(pynvml, name, answer)
+    asked = "PowerManagementLimit PowerManagementDefaultLimit PersistenceMode ComputeMode CurrentClocksThrottleReasons"
+    for name in (*asked.split(), "ComputeRunningProcesses"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", not_supported)
     monkeypatch.setattr("torch.version.cuda", None)
     ended = pipedec("doctor", "--json")
     found = {finding["name"]: finding for finding in next(iter(json.loads(ended.out).values()))}
     assert ended.status == 1 and found["GPUs"]["level"] == "problem"
     assert found["GPUs"]["value"] == "2 × NVIDIA L40, 45.0 GiB; torch has no CUDA"
     assert found["NVIDIA driver"]["value"] == "570.86.15, torch for CUDA none"
+
+
+def not_supported(handle: int) -> None:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 def test_redis_is_tried(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:

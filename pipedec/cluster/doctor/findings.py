@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +10,7 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the doctor's table."""
+    """One row of the doctor's table. Raises ValueError for a problem without a mend."""
 
     name: str  # what was examined
     level: Level  # ``problem`` if a run will fail, ``note`` if it may suffer
@@ -48,7 +47,3 @@ def first_line(error: Exception) -> str:
     """An error's message, in one line of 200 characters."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:200]
-
-
-def has_problem(findings: Iterable[Finding]) -> bool:
-    return any(finding.level == "problem" for finding in findings)
