@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedServer
 
-PROTOCOL = 3  # version of orders and news; to be raised when launchers and nodes of two versions would misunderstand each other
+PROTOCOL = 4  # version of orders and news; to be raised when launchers and nodes of two versions would misunderstand each other
 END_SECONDS = 3.0
 LINGER_SECONDS = 5.0  # for clients to read the end of a run from a Redis that this node has started
 TURN_SECONDS = 0.5  # between two turns, unless a process ends
