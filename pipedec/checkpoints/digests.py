@@ -22,12 +22,12 @@ CONFIG_FILES = (
     "special_tokens_map.json", "model.safetensors.index.json", VOCABULARY_FILE,
 )  # fmt: skip
 COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute --checksum`"  # what to do where digests differ
-BLOCKS = 8  # of a tensor, the first and the last one included, that stand for all of it
+BLOCKS = 8  # blocks that stand for a tensor, the first and the last one included
 BLOCK_BYTES = 4096
-_THREADS = 8  # for as many reads at once, which a disk can order
+_THREADS = 8  # as many reads at once, which a disk can order
 _UNUSED = ".rotary_emb.inv_freq"  # tensors of old checkpoints that are not used
 
-Digests = Mapping[str, str]  # by name of the tensor, 64 hex digits each
+Digests = Mapping[str, str]  # 64 hex digits each by name of the tensor
 TensorDigests = Mapping[str, Digests]  # by model
 
 

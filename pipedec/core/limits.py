@@ -11,5 +11,5 @@ MAX_NUM_SEQS = 64  # requests in the pipeline at the same time
 MAX_WAITING = 1000  # requests that wait for a place among them
 # The largest forward that is captured as a CUDA graph, whose buffers a plan counts:
 CAPTURED_ROWS = 256  # with more of them computing takes longer than launching kernels
-CAPTURED_SLOTS = 1 << 15  # of all requests; each layer copies their keys and values
-CAPTURED_CELLS = 1 << 21  # of the rectangles of rows and slots
+CAPTURED_SLOTS = 1 << 15  # slots of all requests; each layer copies their keys and values
+CAPTURED_CELLS = 1 << 21  # cells in the rectangles of rows and slots

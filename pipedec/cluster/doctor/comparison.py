@@ -33,7 +33,7 @@ class HostAnswer:
     failure: Finding | None = None  # why it did not; else None
     clock_offset_us: int = 0  # the host's clock minus this machine's, plus the delay of ssh
     unreachable: Mapping[str, str] = field(default_factory=dict)  # why it cannot connect to other hosts, by their names
-    links: Mapping[str, MeasuredLink] | None = None  # to the hosts to which its ranks send, as measured; None if it has no ranks
+    links: Mapping[str, MeasuredLink] | None = None  # measured, to the hosts to which its ranks send; None without ranks
 
 
 def compare(

@@ -14,9 +14,9 @@ import pynvml
 from pipedec.cluster.doctor.findings import Finding, first_line, gib, note, ok, problem
 from pipedec.cluster.doctor.needs import GpuNeed
 
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # by the major version of CUDA
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest driver by the major version of CUDA
 TORCH_INDEX = "https://download.pytorch.org/whl"
-MOSTLY_FREE = 0.9  # of the memory; a desktop may use the rest
+MOSTLY_FREE = 0.9  # share of the memory; a desktop may use the rest
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class GpuFacts:
 
     driver: str | None = None  # version of the NVIDIA driver; None without one
     installed: tuple[Gpu, ...] = ()  # as the driver lists them
-    usable: tuple[Gpu, ...] = ()  # by torch
+    usable: tuple[Gpu, ...] = ()  # as torch can use them
     cuda: str | None = None  # version of CUDA that torch was built for; None for a build without CUDA
     error: str | None = None  # why torch cannot use the GPUs; None if it can
     nccl: str | None = None  # version of NCCL in torch; None without it

@@ -70,12 +70,12 @@ SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # on Linux
 class Questions:
     """Information that a host cannot find out by itself."""
 
-    redis_url: str | None = field(default=None, repr=False)  # of the Redis to reach, with its password; None if there is none yet
+    redis_url: str | None = field(default=None, repr=False)  # Redis to reach, with its password; None if there is none yet
     starts_redis: bool = True  # whether a Redis server will be started on this host
     checkpoints: tuple[str, ...] = ()  # those that must be complete here
     peers: tuple[str, ...] = ()  # names or addresses of the other hosts
     server: ServerConfig | None = None  # the host's entry in the file; None without a file
-    needs: HostNeeds | None = None  # of the partition's ranks on this host; None if there are none
+    needs: HostNeeds | None = None  # needs of the partition's ranks on this host; None without ranks
 
 
 @dataclass(frozen=True)

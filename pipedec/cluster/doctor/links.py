@@ -13,11 +13,11 @@ from pipedec.hardware import LinkSpec
 if TYPE_CHECKING:
     from pipedec.transport.rendezvous import Store
 
-MEASURE_SECONDS = 20.0  # for the other host to join, and for each of its messages
+MEASURE_SECONDS = 20.0  # longest wait for the other host to join, and for each of its messages
 TRIES = 3  # the best counts: a busy host disturbs some
-SLOWEST_SHARE = 0.8  # of the configured bandwidth; headers and pauses take the rest
-SLOWEST_TIMES = 2.0  # the configured latency, plus
-SPARE_US = 100.0  # for the interpreter on a busy host
+SLOWEST_SHARE = 0.8  # share of the configured bandwidth; headers and pauses take the rest
+SLOWEST_TIMES = 2.0  # multiple of the configured latency
+SPARE_US = 100.0  # more latency than that, for the interpreter on a busy host
 LONG_US = 2000.0  # from this latency on a link is no longer within a site
 _IN_FILE = "in the file, or in its links: for this pair of hosts, so that the plan is right"
 
