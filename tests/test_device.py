@@ -11,7 +11,7 @@ from support.fake_cuda import FakeCuda
 from benchmarks.kernels.stopwatch import Stopwatch
 from pipedec.core.stage_message import Load
 from pipedec.device import GpuDevice, HostDevice, PhaseTimes, device_of, to_device, to_host
-from pipedec.engine.recorder import Pacer, Recorder
+from pipedec.engine.recorder import Recorder
 
 NEAR = 1e-3  # seconds; what the simulated host needs between two calls is far less
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_phases_are_those_of_the_device_and_count_when_they_have_ended() -> None
 def test_spans_last_until_the_device_has_done_the_work() -> None:
     cuda = FakeCuda()
     device = gpu(cuda)
-    recorder, launched = Recorder(Pacer(None, 1), device), cuda.now
+    recorder, launched = Recorder(device), cuda.now
     with recorder.span("2F17", "dec", Load(3)):
         cuda.give(0.03)
     began = recorder.record_event()
@@ -112,7 +112,7 @@ def test_a_transfer_that_ends_before_its_begin_is_passed_is_recorded_later() -> 
     """Rows can leave on a stream of their own while the device is still at what it had been given before them."""
     cuda = FakeCuda()
     device = gpu(cuda)
-    recorder, launched = Recorder(Pacer(None, 1), device), cuda.now
+    recorder, launched = Recorder(device), cuda.now
     cuda.give(0.1)
     began = recorder.record_event()
     with device.beside("send"):
@@ -129,7 +129,7 @@ def test_a_transfer_that_ends_before_its_begin_is_passed_is_recorded_later() -> 
 
 def test_draft_forwards_are_timed_to_their_ends() -> None:
     cuda = FakeCuda()
-    recorder = Recorder(Pacer(None, 0), gpu(cuda))
+    recorder = Recorder(gpu(cuda))
     with recorder.drafting(Load(1)):
         cuda.give(0.02)
     with recorder.drafting(Load(1)):
@@ -146,7 +146,7 @@ def test_draft_forwards_are_timed_to_their_ends() -> None:
 
 def test_what_was_recorded_before_a_restart_is_discarded() -> None:
     cuda = FakeCuda()
-    recorder = Recorder(Pacer(None, 0), gpu(cuda))
+    recorder = Recorder(gpu(cuda))
     with recorder.drafting(Load(1)), recorder.waiting():
         cuda.give(0.02)
     recorder.restart()

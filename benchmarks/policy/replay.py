@@ -29,9 +29,10 @@ from pipedec.decoding import Experience, Request, Resources, Scheduler
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
 from pipedec.decoding.events import Advanced, Record, RequestEnded, RequestOpened, Timestep
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance
+from pipedec.engine.emulation import EmulatedClock
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
-from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
+from pipedec.engine.recorder import Recorder
 from pipedec.kv import KVManager
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.emulation import Emulation
@@ -301,14 +302,13 @@ class ReplayedPipeline:
         self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
         self._kv, self._drafter, self._experience = kv, drafter, experience
         self._passage = experience.controller.passage
-        recorder = Recorder(Pacer(None, 0))
         scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.knee, listeners=[self._on_record])
-        scheduler.draft_rounds.time_forward = recorder.drafting
+        scheduler.draft_rounds.time_forward = self.clock.own_work.drafting
         scheduler.now = self.clock.seconds
         slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages
         workers = [StageWorker(_NO_LAYERS, sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
-        self._stages = LocalStages(workers, topology, recorder, self.clock)
+        self._stages = LocalStages(workers, topology, Recorder(), self.clock)
         self._answers: dict[int, ReplayedAnswer] = {}
 
     def check(self, request: TokenizedRequest) -> None:

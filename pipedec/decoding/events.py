@@ -16,7 +16,7 @@ from pipedec.decoding.request import Request
 
 @dataclass
 class TimestepLoad:
-    """The work of one timestep."""
+    """The work of one timestep of a pipeline in one process; ``drafted`` and seconds only if devices are emulated."""
 
     drafted: list[Load] = field(default_factory=list)  # the load of each draft forward
     computed: dict[int, Load] = field(default_factory=dict)  # by rank

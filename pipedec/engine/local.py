@@ -37,8 +37,9 @@ from pipedec.device import DeviceEvent, device_of
 from pipedec.engine.admission import threads_within
 from pipedec.engine.build import load_drafter, load_stage, new_scheduler
 from pipedec.engine.devices import chosen_device, limit_threads, with_measured_memory
+from pipedec.engine.emulation import EmulatedClock
 from pipedec.engine.loop import decode, go_together
-from pipedec.engine.recorder import EmulatedClock, Pacer, Recorder
+from pipedec.engine.recorder import Recorder
 from pipedec.engine.run_counters import RunCounters
 from pipedec.families import model_config
 from pipedec.messages.stats import RunStats
@@ -94,9 +95,8 @@ class LocalPipeline:
         self.stages = stages
         self._topology = topology
         self._sequences, self._vocab_size = Sequences(spec.target), model_config(spec.target).vocab_size
-        self._recorder = Recorder(Pacer(None, 0), device_of(torch.device(scheduler.resources.device)))
+        self._recorder = Recorder(device_of(torch.device(scheduler.resources.device)))
         self.scheduler = scheduler  # observers are its listeners
-        scheduler.draft_rounds.time_forward = self._recorder.drafting
         scheduler.listeners.append(self._on_record)
         self._emulation = spec.emulation
         if spec.emulation is not None and spec.tunes_passage:
@@ -149,6 +149,7 @@ class LocalPipeline:
         self.answers, self.fill = {}, []
         clock = EmulatedClock(self._emulation, self._topology) if self._emulation else None
         self.scheduler.now = clock.seconds if clock else time.perf_counter
+        self.scheduler.draft_rounds.time_forward = clock.own_work.drafting if clock else self._recorder.drafting
         stages = LocalStages(self.stages, self._topology, self._recorder, clock, self._prunes_at_once)
         waiting, timestep = sorted(arrivals.items()), 0
 
@@ -256,25 +257,32 @@ class LocalStages:
         self._load = TimestepLoad()
         self._events: list[DeviceEvent] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
-        self._ended = 0.0  # the CPU time of rank 0 when the last timestep ended
 
     def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
-        load = self._load = TimestepLoad(deciding_seconds=time.thread_time() - self._ended if number > 1 else 0.0)
+        load, clock = TimestepLoad(), self._clock
+        self._load = load
+        if clock is not None and number > 1:
+            load.deciding_seconds = clock.own_work.seconds
         self._receive(self._replay(entering) if self._prunes_at_once else entering)
         is_idle = not any(self._returning) and not any(message.updates for message in self.arrived)
         self._idle_timesteps = self._idle_timesteps + 1 if is_idle else 0
         if self._idle_timesteps == _IDLE_TIMESTEPS:
             raise RuntimeError(f"no row has entered the pipeline for {self._idle_timesteps} timesteps, and no answer has ended")
         self._recorder.restart()
-        meanwhile()
-        self._recorder.note_beside(load)
+        if clock is None:
+            meanwhile()
+        else:
+            clock.own_work.restart()
+            meanwhile()
+            load.drafted, load.beside_seconds = clock.own_work.drafted, clock.own_work.seconds
         self._returning.append(self._compute())
         results: tuple[RequestUpdate, ...] = ()
         taken = 0
         while len(self._returning) > passage - len(self._groups) and go_together(results, self._returning[0]):
             results, taken = results + self._returning.popleft(), taken + 1
         timing = self._timing(None if passage == len(self._groups) and not self._returning else taken)
-        self._ended = time.thread_time()
+        if clock is not None:
+            clock.own_work.restart()
         return Timestep(number, entering, results, timing if number >= passage else None, load)
 
     def reset(self) -> None:
@@ -355,9 +363,7 @@ class LocalStages:
         ``EmulatedClock``.
         """
         if self._clock is not None:
-            timing = self._clock.add(self._load, taken)
-            self._recorder.restart()
-            return timing
+            return self._clock.add(self._load, taken)
         forwards = self._recorder.timing().forward_seconds
         self._events[-1].wait()
         drafting, slowest = sum(forwards), max(ended.seconds - began.seconds for began, ended in pairwise(self._events))

@@ -125,7 +125,7 @@ class Publisher:
         self.tasks = tasks  # those of rank 0 in the present epoch
         self._posts = posts
         self._scheduler = wiring.scheduler
-        self._is_emulated = wiring.emulation is not None
+        self._is_emulated = wiring.pacer is not None
 
     def begin(self, answer: Answer, goes_on: bool) -> None:
         """Begin an answer; ``goes_on`` if it was running in an epoch that has ended."""

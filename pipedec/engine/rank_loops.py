@@ -12,9 +12,9 @@ from pipedec.engine.activity import Activity
 from pipedec.engine.admission import Admission
 from pipedec.engine.build import new_scheduler
 from pipedec.engine.draft_loop import DraftLoop, MakeFeed
+from pipedec.engine.emulation import Pacer
 from pipedec.engine.experience_files import KeptExperience
 from pipedec.engine.rank_tasks import Wiring
-from pipedec.engine.recorder import turn_of
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler
 from pipedec.text.prompt import Prompter
@@ -28,10 +28,10 @@ def wired(
     device: Device,
 ) -> Wiring:  # fmt: skip
     """The wiring of the rank of ``tracer``, whose model is on ``place``, of which ``device`` has the streams."""
+    pacer = None if spec.emulation is None else Pacer(spec.emulation, tracer.rank, scheduler.run_id, device)
     return Wiring(
-        scheduler, transport, spec.topology, tracer, Sequences(spec.target), place, spec.emulation, spec.window,
+        scheduler, transport, spec.topology, tracer, Sequences(spec.target), place, pacer, spec.window,
         tunes_passage=spec.tunes_passage and spec.emulation is None, duplex=spec.duplex, activity=activity, device=device,
-        turn=turn_of(spec.emulation, tracer.rank, scheduler.run_id),
     )  # fmt: skip
 
 

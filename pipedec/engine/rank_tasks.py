@@ -6,7 +6,7 @@ Knows tasks, transfers and deadlines. Workers and methods know what rows and ver
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from pipedec.decoding import TimestepTiming
 from pipedec.decoding.events import TimedSpan, Timestep
 from pipedec.device import HOST, Device, DeviceEvent, HostDevice
 from pipedec.engine.activity import Activity
-from pipedec.engine.recorder import Pacer, Recorder
+from pipedec.engine.emulation import Pacer
+from pipedec.engine.recorder import Recorder, unpaced
 from pipedec.messages.events import Event, OverranEvent, TraceEvents
-from pipedec.plan.emulation import Emulation
 from pipedec.scheduler import RankScheduler
 from pipedec.scheduler.protocol import RankMessage
 from pipedec.scheduler.workflow import Planned, Task
@@ -35,7 +35,7 @@ POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Wiring:
-    """Everything that a rank needs in any role. ``turn`` is held while a rank computes that shares its emulated device."""
+    """Everything that a rank needs in any role."""
 
     scheduler: RankScheduler
     transport: Transport
@@ -43,13 +43,12 @@ class Wiring:
     tracer: Tracer
     sequences: Sequences
     place: torch.device = HOST  # of the rank's model
-    emulation: Emulation | None = None
+    pacer: Pacer | None = None  # of an emulated device
     window: int = 0  # timesteps that the scheduler grants at once; 0 if it grants single tasks
     tunes_passage: bool = False  # it is not given
     duplex: str = "full"  # of the links between the ranks (see ``scheduler.workflow``)
     activity: Activity = field(default_factory=Activity)
     device: Device = field(default_factory=HostDevice)  # of ``place``
-    turn: AbstractContextManager[object] = field(default_factory=nullcontext)
 
 
 class Report(NamedTuple):
@@ -76,7 +75,8 @@ class RankTasks:
 
     def __init__(self, rank: int, wiring: Wiring) -> None:
         self.rank = rank
-        self.recorder = Recorder(Pacer(wiring.emulation, rank, wiring.device, wiring.turn), wiring.device)
+        self._pacer = wiring.pacer
+        self.recorder = Recorder(wiring.device, unpaced if self._pacer is None else self._pacer.computing)
         self._wiring = wiring
         self._following: RankMessage | None = None  # the next message, if the last report brought it
         self._overran: list[int] = []  # timesteps whose real work took longer than its emulated time
@@ -126,7 +126,7 @@ class RankTasks:
         timing: TimestepTiming | None = None,
     ) -> Timestep:  # fmt: skip
         """The record of this rank's work since the last one."""
-        spans, overran = self.recorder.take_spans(), self.recorder.pacer.take_overran()
+        spans, overran = self.recorder.take_spans(), self._pacer is not None and self._pacer.take_overran()
         return Timestep(number, entered, results, timing, spans=spans, overran=overran)
 
     def on_timestep(self, timestep: Timestep) -> None:
@@ -141,7 +141,7 @@ class RankTasks:
 
     def begin_report(self, traced: bool) -> Report | None:
         """A report on a request whose lane is opened; None if it needs none."""
-        if not (traced or self.recorder.pacer.is_emulating):
+        if not (traced or self._pacer is not None):
             return None
         self._reports.append(Report(traced, len(self._wiring.tracer.events), len(self._overran)))
         self._wiring.tracer.enabled |= traced
@@ -166,8 +166,8 @@ class RankTasks:
     def send(self, message: StageMessage, target: int, number: int) -> DeviceEvent:
         """Send the message of a timestep to rank ``target``. Returns the event at which the rows have left and its span ends."""
         began = self.recorder.record_event()
-        if rows := message.num_rows:
-            self.recorder.pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
+        if self._pacer is not None and (rows := message.num_rows):
+            self._pacer.delay_sending(rows)  # the receiver must not get it earlier than over the emulated link
         self._wiring.activity.begin("waiting", target)
         sent = self._wiring.transport.send_message(message, target)
         self._wiring.activity.begin("computing")

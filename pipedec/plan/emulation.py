@@ -1,6 +1,6 @@
 """Emulated clusters: real processes and real tokens whose work lasts as long as it would on given devices and links.
 
-Owns how long each rank's work should last, from the plan of a cluster; ``engine.recorder`` waits for that time or adds it up.
+Owns how long each rank's work should last, from the plan of a cluster; ``engine.emulation`` waits for that time or adds it up.
 Verdicts, rank 0's own work and Redis are not emulated: they take their real time on this machine.
 """
 

@@ -16,7 +16,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.decoding.events import Timestep
 from pipedec.decoding.passage import Passages
 from pipedec.engine.rank_zero import WindowPipeline
-from pipedec.engine.recorder import Pacer, Recorder
+from pipedec.engine.recorder import Recorder
 from pipedec.scheduler.protocol import Granted, RankMessage
 from pipedec.scheduler.workflow import Task
 from pipedec.topology import Topology
@@ -44,7 +44,7 @@ class Tasks:
     """Rank 0's tasks with stages that answer every message by a verdict of its number, in order."""
 
     def __init__(self, topology: Topology) -> None:
-        self.recorder = Recorder(Pacer(None, 0))
+        self.recorder = Recorder()
         self.in_flight: list[int] = []
         self.most = 0
         self._granted = RankMessage("tasks", 1, tasks=(Granted(Task.compute("window", 0, 1), payload={

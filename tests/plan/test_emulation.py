@@ -19,10 +19,12 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Load
+from pipedec.decoding.events import TimestepLoad
 from pipedec.device import GpuDevice
 from pipedec.engine.devices import chosen_device
+from pipedec.engine.emulation import EmulatedClock, Pacer, Turn
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.recorder import EmulatedClock, Pacer, TimestepLoad, Turn, turn_of
+from pipedec.engine.recorder import Recorder
 from pipedec.hardware import LinkSpec
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
@@ -185,7 +187,7 @@ def test_the_knee_is_that_of_the_stage_that_computes_first() -> None:
 
 
 def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
-    pacer = Pacer(emulation(slow_motion=2.0), 1)
+    pacer = Pacer(emulation(slow_motion=2.0), 1, "run")
     start = time.perf_counter()
     with pacer.computing(Load(1)):
         pass
@@ -195,7 +197,7 @@ def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
         time.sleep(0.025)
     assert pacer.take_overran()
     assert not pacer.take_overran(), "an overrun is told once"
-    sender = Pacer(emulation(slow_motion=2.0), 0)
+    sender = Pacer(emulation(slow_motion=2.0), 0, "run")
     start = time.perf_counter()
     sender.delay_sending(7)
     assert time.perf_counter() - start >= 0.002
@@ -204,7 +206,7 @@ def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:
 
 def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
     cuda = FakeCuda()
-    pacer, began = Pacer(emulation(slow_motion=2.0), 1, GpuDevice(cuda=cuda, now=lambda: cuda.now)), cuda.now
+    pacer, began = Pacer(emulation(slow_motion=2.0), 1, "run", GpuDevice(cuda=cuda, now=lambda: cuda.now)), cuda.now
     with pacer.computing(Load(1)):
         cuda.give(0.5)
     assert cuda.now >= began + 0.5
@@ -213,31 +215,33 @@ def test_pacer_waits_until_the_device_has_done_the_real_work() -> None:
 def test_two_processes_that_share_a_device_compute_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEDEC_STATE_DIR", str(tmp_path))
     shared = replace(emulation(slow_motion=20.0), shared_stage=2)
-    assert [isinstance(turn_of(shared, rank, "run"), Turn) for rank in range(4)] == [True, False, True, False]
-    assert not any(isinstance(turn_of(one, 0, "run"), Turn) for one in (None, emulation()))
     processes = multiprocessing.get_context("fork")
     ours, theirs = processes.Pipe()
 
     def draft() -> None:
         with Turn("other"):
             theirs.send("another run has a device of its own")
-        with Pacer(shared, 0, turn=Turn("run")).computing(Load(1)):
+        with Pacer(shared, 0, "run").computing(Load(1)):
             theirs.send(time.perf_counter())
 
     drafting = processes.Process(target=draft)
     began = time.perf_counter()
-    with Pacer(shared, 2, turn=Turn("run")).computing(Load(1)):
+    with Pacer(shared, 2, "run").computing(Load(1)):
         drafting.start()
         assert ours.recv().startswith("another run") and not ours.poll()
     assert ours.recv() >= began + 0.2, "after the stage's 10 ms in slow motion"
     drafting.join()
 
 
-def test_pacer_without_emulation_does_nothing() -> None:
-    pacer = Pacer(None, 1)
-    with pacer.computing(Load(1000)):
-        pacer.delay_sending(1000)
-    assert not pacer.take_overran()
+def test_the_recorder_paces_work_with_rows_alone() -> None:
+    pacer = Pacer(emulation(slow_motion=2.0), 1, "run")
+    recorder, began = Recorder(pace=pacer.computing), time.perf_counter()
+    with recorder.span("1S1", "sync"):
+        pass
+    assert time.perf_counter() - began < 0.020
+    with recorder.span("1F1", "dec", Load(1)):
+        pass
+    assert time.perf_counter() - began >= 0.020
 
 
 @pytest.mark.fast_cases("pipedec")

@@ -30,7 +30,7 @@ from pipedec.decoding import Experience, Resources, Scheduler, TimestepTiming
 from pipedec.decoding.events import Timestep
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
-from pipedec.engine.recorder import Pacer, Recorder
+from pipedec.engine.recorder import Recorder
 from pipedec.families import KVShape
 from pipedec.kv import KVManager
 from pipedec.methods import applicable_options
@@ -374,7 +374,7 @@ class MarkedStages:
         for model, worker in zip(self.models, self.workers, strict=True):
             model.worker = worker
         topology = Topology.even(stages, stages)
-        self._stages = LocalStages(self.workers, topology, Recorder(Pacer(None, 0)), None, prunes_at_once=not windows)
+        self._stages = LocalStages(self.workers, topology, Recorder(), None, prunes_at_once=not windows)
         self._windows = windows
         self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
         self.widest = self.most_threads = 0
