@@ -6,7 +6,7 @@ Knows tasks, transfers and deadlines. Workers and methods know what rows and ver
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
