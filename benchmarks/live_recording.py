@@ -89,7 +89,7 @@ def _record_one(config: RecordingConfig, spec: PipelineSpec, about: Mapping[str,
 
     def keep(new: list[Frame]) -> None:
         frames.extend(new)
-        reading.note(new)
+        reading.on_frames(new)
 
     def said(request: Request) -> str:
         return prompter.text(pipeline.answers[request.number].token_ids).rstrip("\ufffd")

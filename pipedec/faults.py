@@ -59,7 +59,7 @@ class RequestFaults:
         """Context of work for one request: an exception there is its fault. Errors of the machine are raised."""
         return _Work(self, number)
 
-    def note(self, number: int, error: Exception) -> None:
+    def record_failure(self, number: int, error: Exception) -> None:
         """Note that a request has failed."""
         failure = failure_of(self._where, error)
         logger.warning("request %d has failed: %s", number, failure, exc_info=None if isinstance(error, UserError) else error)
@@ -82,7 +82,7 @@ class RequestFaults:
                 results.append(compute([number]))
         return results
 
-    def take(self) -> dict[int, str]:
+    def pop_failures(self) -> dict[int, str]:
         """The failures by request, each once."""
         found, self._found = self._found, {}
         return found
@@ -102,5 +102,5 @@ class _Work:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if not isinstance(error, Exception) or is_of_machine(error):
             return False
-        self._faults.note(self._number, error)
+        self._faults.record_failure(self._number, error)
         return True

@@ -32,7 +32,7 @@ class FreeRuns:
         self._lengths = {0: total}  # by the first block of each run
         self._firsts = {total: 0}  # the first block of each run, by the block after its last
 
-    def take(self, number: int, after: int | None = None) -> list[int]:
+    def allocate(self, number: int, after: int | None = None) -> list[int]:
         """Take ``number`` blocks, in one run if possible: the one that follows block ``after``, else the smallest that suffices.
 
         Raises ValueError if fewer are free.
@@ -292,7 +292,7 @@ class KVManager:
         plan = self._plan(token_ids, slots)
         return None if plan is None else plan.cached
 
-    def open(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
+    def allocate(self, number: int, token_ids: Sequence[int], slots: int) -> Lease | None:
         """Give a request ``slots`` slots in all, including those of the longest known prefix; None if there is no room now.
 
         Args:
@@ -357,7 +357,7 @@ class KVManager:
         if not holder.is_double:
             holder.is_double = not self._make_known(holder)
 
-    def close(self, number: int) -> None:
+    def free(self, number: int) -> None:
         """Close a request that has ended or is paused. Its slots are free, but its tokens may still be adopted."""
         holder = self._holders.pop(number)
         self._make_known(holder, has_ended=True)
@@ -412,4 +412,4 @@ class KVManager:
         """Take ``number`` blocks, evicting known ones if needed, and those that follow ``blocks`` if possible."""
         while self._free.total < number:
             self._free.give([self._prefixes.evict()])
-        return self._free.take(number, blocks[-1] if blocks else None)
+        return self._free.allocate(number, blocks[-1] if blocks else None)

@@ -47,7 +47,7 @@ class Books(RuleBasedStateMachine):
         before = data.draw(st.sampled_from(known))
         text = [*before[: data.draw(st.integers(0, len(before)))], *more]
         expected, free = self.kv.cached_for(text, len(text) + room), self.kv.free_slots
-        lease = self.kv.open(self.number, text, len(text) + room)
+        lease = self.kv.allocate(self.number, text, len(text) + room)
         if lease is None:
             assert expected is None and -(-(len(text) + room) // self.block) * self.block > free
             return
@@ -86,7 +86,7 @@ class Books(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.running)))
         one = self.running.pop(number)
-        self.kv.close(number)
+        self.kv.free(number)
         self.ended = [*self.ended[-5:], one.text[: one.told]]
         assert self.kv.slots_of(number) == 0
 
@@ -115,9 +115,9 @@ class Books(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "kv"):
             for number in self.running:
-                self.kv.close(number)
+                self.kv.free(number)
             assert self.kv.free_slots == self.kv.capacity
-            lease = self.kv.open(-1, [7], self.kv.capacity)
+            lease = self.kv.allocate(-1, [7], self.kv.capacity)
             assert lease is not None and sorted(slots_in(lease.slots)) == list(range(self.kv.capacity))
 
 
@@ -127,7 +127,7 @@ TestBooks.settings = settings(examples(200), stateful_step_count=30)
 
 def opened(kv: KVManager, number: int, text: list[int], slots: int) -> tuple[SlotRuns, int, tuple[int, int]]:
     """Open a request whose tokens are computed at once."""
-    lease = kv.open(number, text, slots)
+    lease = kv.allocate(number, text, slots)
     assert lease is not None
     kv.extend(number, text[lease.cached :])
     return lease.slots, lease.cached, lease.copied
@@ -150,7 +150,7 @@ def test_a_second_turn_goes_on_in_the_last_block_of_the_first() -> None:
     """Then all its slots follow each other, and nothing is copied."""
     kv = KVManager(1024, 16)
     opened(kv, 0, TEXT, 160)
-    kv.close(0)
+    kv.free(0)
     assert (kv.used_slots, kv.kept_slots) == (0, 112)
     assert opened(kv, 1, [*TEXT, *TEXT], 300) == (((0, 304),), 100, (0, 0))
 
@@ -158,7 +158,7 @@ def test_a_second_turn_goes_on_in_the_last_block_of_the_first() -> None:
 def test_of_a_last_block_that_differs_the_beginning_is_copied() -> None:
     kv = KVManager(1024, 16)
     opened(kv, 0, TEXT, 100)
-    kv.close(0)
+    kv.free(0)
     for number in (1, 2):
         slots, cached, copied = opened(kv, number, [*TEXT[:98], 0, 0], 112)
         assert slots[0] == (0, 96) and slots[1] != (96, 16)
@@ -179,7 +179,7 @@ def test_the_last_token_is_computed() -> None:
     for number in range(3):
         _, cached, _ = opened(kv, number, TEXT[:32], 32)
         assert cached == (31 if number else 0)
-        kv.close(number)
+        kv.free(number)
 
 
 def test_the_prefix_that_was_not_used_for_longest_goes_first_its_end_before_its_beginning() -> None:
@@ -187,14 +187,14 @@ def test_the_prefix_that_was_not_used_for_longest_goes_first_its_end_before_its_
     for number in range(4):
         opened(kv, number, [number] * 64, 64)
     for number in (2, 0, 1, 3):
-        kv.close(number)
+        kv.free(number)
     assert kv.cached_for([0] * 65, 80) == 64  # looking does not count
     assert kv.cached_for([2] * 65, 80) == 64
     opened(kv, 4, [4] * 30, 32)
     assert [kv.cached_for([text] * 65, 80) for text in range(4)] == [64, 64, 32, 64]
-    kv.close(4)
+    kv.free(4)
     opened(kv, 5, [0] * 65, 80)
-    kv.close(5)
+    kv.free(5)
     opened(kv, 6, [6] * 6 * 16, 6 * 16)
     assert [kv.cached_for([text] * 65, 80) for text in range(4)] == [64, 0, 0, 48]
 
@@ -203,8 +203,8 @@ def test_an_opening_that_finds_no_room_changes_nothing() -> None:
     kv = KVManager(64, 16)
     opened(kv, 0, TEXT[:32], 32)
     opened(kv, 1, TEXT[50:80], 30)
-    kv.close(0)
-    assert kv.open(2, TEXT[:40], 48) is None and kv.open(3, TEXT[:33], 49) is None
+    kv.free(0)
+    assert kv.allocate(2, TEXT[:40], 48) is None and kv.open(3, TEXT[:33], 49) is None
     assert (kv.used_slots, kv.kept_slots) == (32, 32)
     assert kv.grow(1, 64) is not None and kv.kept_slots == 0
     assert kv.grow(1, 65) is None
@@ -223,8 +223,8 @@ def test_the_smallest_gap_that_suffices_is_taken() -> None:
     kv = KVManager(256, 16, shares_prefixes=False)
     for number, slots in enumerate((64, 16, 32, 16)):
         opened(kv, number, [0], slots)
-    kv.close(0)
-    kv.close(2)
+    kv.free(0)
+    kv.free(2)
     assert opened(kv, 4, [0], 32)[0] == ((80, 32),)
     assert opened(kv, 5, [0], 208 - 64)[0] == ((128, 128), (0, 16))
 
@@ -235,6 +235,6 @@ def test_wrong_books_are_noticed() -> None:
     kv = KVManager(64, 16)
     opened(kv, 0, TEXT[:10], 16)
     with pytest.raises(ValueError, match="open already"):
-        kv.open(0, TEXT, 16)
+        kv.allocate(0, TEXT, 16)
     with pytest.raises(ValueError, match="too few"):
         kv.extend(0, TEXT[:7])

@@ -104,7 +104,7 @@ def measure_bookkeeping(config: OperationsConfig, size: int, device: torch.devic
     if size > 1:
         verdicts = {"hit": _largest_subtree_token(tree), **verdicts}
     for verdict, token in verdicts.items():
-        advance = deepcopy(tree).advance([token])
+        advance = deepcopy(tree).advance_to([token])
         kept = {"verdict": verdict, "kept_rows": len(advance.kept)}
         tree_us = stopwatch.time_us(lambda: deepcopy(tree), methodcaller("advance", [token]))
         yield _figures("prune tree", size, tree_us) | kept
@@ -181,7 +181,7 @@ def _time_cache(stopwatch: Stopwatch, cache: KVCache, advance: Advance) -> dict[
         cache.append(past, to_past=True)
         cache.append(size)
 
-    times = stopwatch.time_us(refill, lambda _: cache.advance(advance.committed, advance.kept))
+    times = stopwatch.time_us(refill, lambda _: cache.commit(advance.committed, advance.kept))
     refill()
     return times
 

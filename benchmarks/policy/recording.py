@@ -213,14 +213,14 @@ class RecordedDrafter:
         """Begin a request; returns how many of ``token_ids``, the prompt and tokens accepted before, need not be computed."""
         request = _RecordedRequest(number, sequence, token_ids, sampling, self._memo(number), self._load, self._max_children)
         self._requests[number] = request
-        lease = self._kv.open(number, token_ids, len(token_ids)) if self._kv is not None else None
+        lease = self._kv.allocate(number, token_ids, len(token_ids)) if self._kv is not None else None
         return 0 if lease is None else lease.cached
 
     def close(self, number: int) -> None:
         """Forget a request."""
         self._requests.pop(number).close()
         if self._kv is not None and self._kv.slots_of(number):
-            self._kv.close(number)
+            self._kv.free(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """The ``children`` most probable children of each of the requested rows."""
@@ -238,7 +238,7 @@ class RecordedDrafter:
         kv = self._kv
         if kv is not None and kv.slots_of(number):
             if kv.grow(number, kv.tokens_of(number) + len(token_ids)) is None:
-                kv.close(number)
+                kv.free(number)
             else:
                 kv.extend(number, token_ids)
 
@@ -298,11 +298,11 @@ class _RecordedRequest:
         self._contexts = [self._contexts[row] for row in changes.kept if row < len(self._contexts)]
         self._drafted = {number for number, row in enumerate(changes.kept) if row in self._drafted}
         if self._draft is not None:
-            self._draft.advance(self._number, thread, changes)
+            self._draft.follow_tree(self._number, thread, changes)
 
     def close(self) -> None:
         if self._draft is not None:
-            self._draft.close(self._number)
+            self._draft.close_lane(self._number)
 
     def proposed(self, answer: Sequence[int]) -> list[bool]:
         is_proposed = [False]
@@ -340,9 +340,9 @@ class _RecordedRequest:
         """The draft model, with what the request began with and the accepted tokens in its cache."""
         if self._draft is None:
             self._draft = self._load()
-            cached = self._draft.open(self._number, self._sequence, self._begun_with, self._sampling)
+            cached = self._draft.open_lane(self._number, self._sequence, self._begun_with, self._sampling)
             if cached < len(self._begun_with):
                 self._draft.expand([], {self._number: self._begun_with[cached:]})
             rows = list(range(len(self._accepted)))
-            self._draft.advance(self._number, 0, RowChanges(rows, self._accepted, [], len(rows)))
+            self._draft.follow_tree(self._number, 0, RowChanges(rows, self._accepted, [], len(rows)))
         return self._draft

@@ -187,7 +187,7 @@ class AsyncClient:
                     gap = reading.missed(shown)
                     if gap is not None:
                         await self.scheduler.watch(begins=True)
-                    yield [*([] if gap is None else [gap]), *reading.take(shown)]
+                    yield [*([] if gap is None else [gap]), *reading.on_batch(shown)]
             except SchedulerLost as error:
                 await self._bear(error)
                 position = ""

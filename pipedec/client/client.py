@@ -131,7 +131,7 @@ class Client:
                 if (gap := reading.missed(shown)) is not None:
                     self._scheduler.watch(begins=True)
                     yield gap
-                yield from reading.take(shown)
+                yield from reading.on_batch(shown)
 
     def submit(
         self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore

@@ -141,7 +141,7 @@ class BestFirst(Method):
 
     def accept(self, accepted: Accepted) -> None:
         """Advance, and learn from each accepted token that follows a drafted row."""
-        changes, hit, lessons = self.tree.advance(accepted.tokens)
+        changes, hit, lessons = self.tree.advance_to(accepted.tokens)
         self._controller.record_accepted(len(accepted.tokens), self.tree.num_entered > 0)
         self._sources.learn(lessons)
         self._follow(changes)

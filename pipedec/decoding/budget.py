@@ -121,7 +121,7 @@ class Budget:
                     continue
                 rows += 1
                 granted[queue.number] = granted.get(queue.number, 0) + 1
-                queue.take()
+                queue.pop()
                 if queue.chance is None or queue.taken >= most:
                     heappop(heap)
                 else:
@@ -143,9 +143,9 @@ class _Queue:
         self.priority = claim.priority
         self.taken = -1  # before the first candidate, to which ``take`` advances
         self._chances = islice(demand.chances, room)
-        self.take()
+        self.pop()
 
-    def take(self) -> None:
+    def pop(self) -> None:
         """Let the next candidate enter, and move to the one after it, whose ``chance`` is None if no more rows may enter."""
         self.taken += 1
         self.chance: float | None = next(self._chances, None)

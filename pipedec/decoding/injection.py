@@ -83,7 +83,7 @@ class _Ranking:
             if not is_choice or place >= row.taken:
                 yield entry
 
-    def take(self, count: int, max_cost: float = inf) -> list[_Entry]:
+    def pop_best(self, count: int, max_cost: float = inf) -> list[_Entry]:
         """Remove and return the first ``count`` entries that cost at most ``max_cost``."""
         taken = list(islice(takewhile(lambda entry: entry[0] <= max_cost, self), count))
         if taken:
@@ -222,7 +222,7 @@ class InjectionTree:
     def undrafted(self, count: int, min_log_chance: float = -inf) -> list[int]:
         """The ``count`` most probable rows that are not drafted, of at least this log-chance, ascending. ``add`` must follow."""
         ranked, found = self._ranked_undrafted(), list[int]()
-        for _, is_choice, _, _, row in ranked.take(count, -min_log_chance):
+        for _, is_choice, _, _, row in ranked.pop_best(count, -min_log_chance):
             if is_choice:
                 row, *forced = new = self._taken(row)
                 ranked.add_rows(forced)
@@ -270,7 +270,7 @@ class InjectionTree:
             chances.append(log_chance)
         return chances
 
-    def take(self, row: int) -> list[int]:
+    def add_best_below(self, row: int) -> list[int]:
         """Make the best choice below ``row`` a row; returns it and the rows forced after it."""
         self._undrafted = self._not_entered = None
         return [new.index for new in self._taken(self._rows[row])]
@@ -321,7 +321,7 @@ class InjectionTree:
         ranked = self._ranked_not_entered()
         rows, taken = list[_TreeRow](), list[_TreeRow]()
         while (room := count - len(rows) - len(taken)) > 0 and (
-            found := ranked.take(room if self._chain_below is None else 1)  # a choice enters with the tokens forced after it
+            found := ranked.pop_best(room if self._chain_below is None else 1)  # a choice enters with the tokens forced after it
         ):
             for _, is_choice, _, _, row in found:
                 if is_choice:
@@ -339,7 +339,7 @@ class InjectionTree:
         self.log_probs = [0.0 if row.parent is None else row.log_chance - row.parent.log_chance for row in rows]
         return [row.token for row in rows], [-1 if row.parent is None else row.parent.number for row in rows]
 
-    def advance(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
+    def advance_to(self, tokens: Sequence[int]) -> tuple[RowChanges, bool, list[Lesson]]:
         """Accept ``tokens``. Returns the changes; whether the last token was a row, so that its subtree remains; and the lessons.
         Raises ValueError if another token is not a row, so the verdict belongs to another tree.
         """

@@ -55,7 +55,7 @@ class Memory:
 
     def open(self, request: Request) -> Lease | None:
         """Give a request its first slots; None if there is no room now."""
-        return self._kv.open(request.number, request.adopts, request.to_reserve(self._sizes.ahead))
+        return self._kv.allocate(request.number, request.adopts, request.to_reserve(self._sizes.ahead))
 
     def room_for(self, request: Request, rows: int) -> int:
         """How many of ``rows`` rows fit into a lane, which grows if there is memory."""

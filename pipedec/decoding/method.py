@@ -33,13 +33,13 @@ from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges, ThreadCha
 class Drafter(Protocol):
     """A draft model for the trees of all running requests (see ``drafting``)."""
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Begin a request, or continue one after a pause. Returns how many of ``token_ids``, the prompt and the answer's earlier
         tokens, need not be computed. ``sequence`` is read only; accepted tokens are in it before ``advance`` is called.
         Candidates are tokens that the target will choose with ``sampling``.
         """
 
-    def close(self, number: int) -> None:
+    def close_lane(self, number: int) -> None:
         """Forget a request that has ended or is paused."""
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
@@ -48,7 +48,7 @@ class Drafter(Protocol):
         most one for each thread.
         """
 
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
         """Follow the tree of a request's thread, which has advanced."""
 
     def threads_changed(self, number: int) -> None:
@@ -253,7 +253,7 @@ class Method(ABC):
     def _follow(self, changes: RowChanges) -> None:
         """Let the draft model's cache follow the tree."""
         if self.drafter is not None:
-            self.drafter.advance(self.request.number, self.thread, changes)
+            self.drafter.follow_tree(self.request.number, self.thread, changes)
 
 
 def new_method(request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> Method:

@@ -78,7 +78,7 @@ class PipeDec(Method):
         self._candidates = candidates if self.grammar is None else of_leaves(self.tree, candidates)
 
     def accept(self, accepted: Accepted) -> None:
-        advance = self.tree.advance(accepted.tokens)
+        advance = self.tree.advance_to(accepted.tokens)
         self._follow(advance.changes)
         if self._candidates is not None:
             self._candidates = self._candidates.advanced(advance)

@@ -105,7 +105,7 @@ class NgramProposer:
         self._indexed = 0  # tokens of it that are in ``_places``
         self._places: dict[int, list[int]] = {}  # by n-gram, up to the first unique length: indices of the tokens after it
 
-    def accept(self, tokens: Iterable[int]) -> None:
+    def append(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens; the last one is the tree's root."""
         self._text += tokens
 
@@ -273,7 +273,7 @@ class SeenTokens:
         self._length = len(text)
         self._table: tuple[IntArray, FloatArray, IntArray] | None = None
 
-    def accept(self, tokens: Iterable[int]) -> None:
+    def append(self, tokens: Iterable[int]) -> None:
         """Append accepted tokens."""
         for token in tokens:
             self._length += 1

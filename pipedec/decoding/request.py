@@ -149,7 +149,7 @@ class Request:
         drafter, asked = self.method.drafter, self.asked
         self.drafted = len(self.tokens)
         if drafter is not None:
-            self.drafted = drafter.open(self.number, self.sequence, self.tokens, asked.sampling)
+            self.drafted = drafter.open_lane(self.number, self.sequence, self.tokens, asked.sampling)
         accepted = self.tokens[self.sequence.prompt_length :]
         self.opening = NewRequest(
             self.sequence.prompt_length, asked.sampling, self.method.masks.named, asked.threads, asked.trace, tuple(accepted),
@@ -161,7 +161,7 @@ class Request:
         """Close the lane in the draft model. Its memory is the caller's to free."""
         self.opening, self.new_slots, self.waited = None, (), 0
         if self.method.drafter is not None:
-            self.method.drafter.close(self.number)
+            self.method.drafter.close_lane(self.number)
 
     def begin_again(self, phase: Phase) -> None:
         """Wait for another lane, with a new method. An answer in threads starts over."""

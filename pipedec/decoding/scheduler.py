@@ -291,7 +291,7 @@ class Scheduler:
 
     def end_failed(self) -> None:
         """End the requests for which something has raised on this rank."""
-        for number, failure in self.faults.take().items():
+        for number, failure in self.faults.pop_failures().items():
             if (request := self.requests.get(number)) is not None:
                 self._fail(request, "failed", failure)
 
@@ -326,7 +326,7 @@ class Scheduler:
         """
         if request.has_lane:
             self.kv.extend(request.number, request.adoptable())
-            self.kv.close(request.number)
+            self.kv.free(request.number)
             request.leave_lane()
 
     # Requests go, or lose their lanes

@@ -36,7 +36,7 @@ class SharedTexts:
         if self._size + len(text) + 1 > self._most:
             self._young, self._old, self._size = {}, self._young, 0
         index = self._young.setdefault(tenant, NgramProposer(shortest=_SHORTEST))
-        index.accept((*text, SEPARATOR))
+        index.append((*text, SEPARATOR))
         if index.num_unindexed > PIECE:
             self._long.append(index)
         self._size += len(text) + 1

@@ -134,8 +134,8 @@ class DraftSources:
         for count, token in enumerate(tokens):
             for text, found in zip(self._texts, self._find(tokens[:count]), strict=True):
                 self._rates.observe(text, found, token)
-        self._ngrams.accept(tokens)
-        self._seen.accept(tokens)
+        self._ngrams.append(tokens)
+        self._seen.append(tokens)
 
 
 def _those_in(found: Occurrences, allowed: Bitmask) -> Occurrences:

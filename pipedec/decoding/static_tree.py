@@ -109,7 +109,7 @@ class StaticTree(Method):
             if left <= 0:
                 break
             self._chains_left = min(self._chains_left, left - 1)
-            new = self.tree.take(layer[pick.parent])
+            new = self.tree.add_best_below(layer[pick.parent])
             left -= len(new)
             self._chains_left -= len(new) - 1
             self._layer.append(new[-1])
@@ -137,7 +137,7 @@ class StaticTree(Method):
         return self._sources.propose(self.tree, rows, candidates)
 
     def accept(self, accepted: Accepted) -> None:
-        changes, _, lessons = self.tree.advance(accepted.tokens)
+        changes, _, lessons = self.tree.advance_to(accepted.tokens)
         self._sources.learn(lessons)
         self._follow(changes)
         if self.tree.num_entered:  # the thread has ended: else another token would follow

@@ -75,11 +75,11 @@ class DraftModel:
         """KV cache entries that there are for all requests together."""
         return self._pool.slots
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Open the lane of a request. Returns how many of ``token_ids`` are cached, or all of them if there is no memory."""
         left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
-        lease = self._kv.open(number, token_ids, len(token_ids) + min(left, _MAX_RESERVED))
-        lease = lease or self._kv.open(number, token_ids, len(token_ids))
+        lease = self._kv.allocate(number, token_ids, len(token_ids) + min(left, _MAX_RESERVED))
+        lease = lease or self._kv.allocate(number, token_ids, len(token_ids))
         if lease is None:
             return len(token_ids)
         cache = KVCache(self._pool, lease.slots, lease.cached, lease.copied)
@@ -87,10 +87,10 @@ class DraftModel:
         self._lanes[number] = DraftLane(cache, sequence, self._model.device, predictor)
         return lease.cached
 
-    def close(self, number: int) -> None:
+    def close_lane(self, number: int) -> None:
         """Drop the lane of a request, if it has one."""
         if self._lanes.pop(number, None) is not None:
-            self._kv.close(number)
+            self._kv.free(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of several trees, and the next chunks of other requests' prompts (see ``Drafter.expand``).
@@ -126,7 +126,7 @@ class DraftModel:
             return False
         slots = self._kv.grow(number, lane.next_length + sum([len(entry.rows) for entry in entries]))
         if slots is None:
-            self.close(number)
+            self.close_lane(number)
             return False
         lane.cache.extend(slots)
         return True
@@ -166,10 +166,10 @@ class DraftModel:
         nothing = torch.zeros(len(requested.rows), 0, device=self._model.device)
         return Candidates(torch.tensor(requested.rows), nothing.long(), nothing)
 
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries in the same way as the thread's tree."""
         if (lane := self._lanes.get(number)) is not None:
-            lane.advance(thread, changes)
+            lane.follow_tree(thread, changes)
             self._share(number)
 
     def threads_changed(self, number: int) -> None:

@@ -138,11 +138,11 @@ class DraftLane:
         if chained:
             self._join(entered.token_ids[:chained])
             slots = torch.arange(self.cache.tree_length)
-            self.cache.advance(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
+            self.cache.commit(slots[first : first + chained], torch.cat((slots[:first], slots[first + chained :])))
         self._chains = {}
         self._slots.update(zip(entered.drafted, range(first, first + len(entered.drafted)), strict=True))
 
-    def advance(self, thread: int, changes: RowChanges) -> None:
+    def follow_tree(self, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries in the same way as the thread's tree."""
         kept_rows = {row: number for number, row in enumerate(changes.kept)}
         committed = [self._slots.get((thread, row)) for row in changes.committed]
@@ -152,10 +152,10 @@ class DraftLane:
         if self._labels is not None:
             own = {slot for row, slot in self._slots.items() if row[0] == thread}
             dropped = sorted(own - {slot for _, slot in kept})
-            self._labels.advance(thread, _tensor(drafted), _tensor(dropped))
+            self._labels.commit(thread, _tensor(drafted), _tensor(dropped))
         if self._slots:
             self._join(changes.committed_ids[: len(drafted)])
-            self.cache.advance(_tensor(drafted), _tensor([slot for _, slot in kept]))
+            self.cache.commit(_tensor(drafted), _tensor([slot for _, slot in kept]))
         rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
         self._slots = {row: slot for slot, row in enumerate(rows)}
         if chain:
@@ -188,7 +188,7 @@ class _ThreadLabels:
         self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
         self._entering: Callable[[], None] = lambda: None  # adds the rows that entered last
 
-    def advance(self, number: int, committed: Tensor, dropped: Tensor) -> None:
+    def commit(self, number: int, committed: Tensor, dropped: Tensor) -> None:
         """Follow the tree of a thread. The ``dropped`` slots include the ``committed`` ones, which are accepted, in order."""
         indices = self._past_tokens[number] + torch.arange(len(committed))
         self._commit(torch.full_like(indices, number), indices, self._positions[committed])

@@ -175,7 +175,7 @@ class LocalPipeline:
         finally:
             for number in self.answers:
                 self.scheduler.cancel(number)  # of a run that was not finished
-            stages.close(self.scheduler.entering())
+            stages.end_session(self.scheduler.entering())
             self.scheduler.closed()
 
     def forget_prefixes(self) -> None:
@@ -258,7 +258,7 @@ class LocalStages:
         self._events: list[DeviceEvent] = []  # before the first group of this timestep, and after each
         self._idle_timesteps = 0
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         load, clock = TimestepLoad(), self._clock
         self._load = load
         if clock is not None and number > 1:
@@ -292,7 +292,7 @@ class LocalStages:
         for worker in self._workers.values():
             worker.reset()
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         self._receive(last)
         self._compute()
         while any(message.updates for queue in self._queues for message in queue):

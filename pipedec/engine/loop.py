@@ -19,7 +19,7 @@ from pipedec.decoding.events import Timestep
 class Pipeline(Protocol):
     """The stages as rank 0 sees them."""
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         """Move every stage on by one timestep, the ``number``-th; ``meanwhile`` is rank 0's own work while the stages
         compute.
 
@@ -30,7 +30,7 @@ class Pipeline(Protocol):
         verdicts one by one. The passage is at least the number of groups.
         """
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         """Send the stages the verdicts that end the last answers. Rows in flight are not needed any more."""
 
 
@@ -48,10 +48,10 @@ def decode(
     for number in count(1):
         admit()
         if not scheduler.requests:
-            pipeline.close(scheduler.entering())
+            pipeline.end_session(scheduler.entering())
             scheduler.closed()
             return
-        timestep = pipeline.advance(number, scheduler.entering(), scheduler.controller.passage, scheduler.draft)
+        timestep = pipeline.run_timestep(number, scheduler.entering(), scheduler.controller.passage, scheduler.draft)
         if timestep.timing is not None:
             scheduler.controller.record_timestep(timestep.timing)
         scheduler.emit(timestep)

@@ -67,7 +67,7 @@ class WindowPipeline(_Driver):
         self._returned = tasks.recorder.record_event()  # when the last timestep ended
         wiring.scheduler.begin_session(session, initial_windows(wiring.topology, wiring.window), SESSION_TRACE)
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         if any(update.verdict is not None for update in entering.updates):
             self._record_sync()
         self._send(entering, number)
@@ -87,7 +87,7 @@ class WindowPipeline(_Driver):
         self._returned = self._recorder.record_event()
         return self._tasks.timestep(number, entering, results, self._recorder.timing())
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         self._record_sync()
         self._send(replace(last, ends_session=True), self._begun + 1)
         for _ in range(self._in_flight - (self._early is not None)):
@@ -124,7 +124,7 @@ class TaskPipeline(_Driver):
         self._traced = set[int]()  # requests
         self._trace_lines = 0
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         message = _without_replayed(entering)
         for update in message.updates:  # trace the tasks while a traced request runs
             if update.opening is not None and update.opening.trace:
@@ -140,7 +140,7 @@ class TaskPipeline(_Driver):
         timing = self._recorder.timing()
         return self._tasks.timestep(number - 1, entering, results, timing if number > passage else None)
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         self._decode(_without_replayed(last), meanwhile=lambda: None)
         while self._held.task.name == "sync" or self._held.active:
             self._decode(EMPTY, meanwhile=lambda: None)

@@ -137,7 +137,7 @@ class RequestQueue:
         self.check()
         with self._taking:
             requests, self._arrived = [one.message for one in self._arrived], []
-            while requests or (requests := self._scheduler.take(_REFUSED_AT_ONCE).requests):
+            while requests or (requests := self._scheduler.pop_requests(_REFUSED_AT_ONCE).requests):
                 self._scheduler.publish_all([Post(message.number, (ErrorEvent(reason),), ends=True) for message in requests])
                 requests = []
 
@@ -197,7 +197,7 @@ class RequestQueue:
         if not self._taking.acquire(blocking=False):
             return  # the pipeline waits for a request
         try:
-            taken = self._scheduler.take(max(0, self._limit - len(self._arrived)))
+            taken = self._scheduler.pop_requests(max(0, self._limit - len(self._arrived)))
             cancelled = set(taken.cancelled)
             admitted = [self._admit(message) for message in taken.requests if message.number not in cancelled]
             with self._changing:

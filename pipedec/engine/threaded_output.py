@@ -46,13 +46,13 @@ class Transcript:
             for token in tokens:
                 places.append(None if thread.is_cut else (thread.path, thread.num_tokens))
                 if not thread.is_cut:
-                    self.sequence.accept(number, token)
+                    self.sequence.accept_token(number, token)
         count = self._read(verdict.finished)
         return verdict if count is None else replace(verdict, finished="stop"), places
 
     def _read(self, finished: str | None) -> int | None:
         """Read the tokens that have become final. Returns how many were read if a stop string ends the answer with them."""
-        tokens = self._reader.take()
+        tokens = self._reader.pop_ready()
         text, count = self._text_of(tokens)
         if count is not None:
             del tokens[count:]
@@ -60,7 +60,7 @@ class Transcript:
             self.sequence.end_all("stop")
         elif finished is not None:
             self.sequence.end_all(finished)
-            held_back = self._reader.take()
+            held_back = self._reader.pop_ready()
             rest, num_rest = self._text_of(held_back)
             tokens += held_back[:num_rest]
             text += rest if num_rest is not None else rest + (self._stops or self._stream).finish()

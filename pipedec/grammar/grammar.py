@@ -86,7 +86,7 @@ class Grammar:
         self._root: _State | None = None  # None until it is asked for
         self._after: list[int] = []  # tokens that are accepted, too, after the root
 
-    def advance(self, token_ids: Iterable[int]) -> None:
+    def consume(self, token_ids: Iterable[int]) -> None:
         """Accept the next tokens of the answer. Raises UserError for one that is known not to be allowed."""
         for token in token_ids:
             self._after.append(token)

@@ -164,7 +164,7 @@ class LiveFeed:
         if not verdict.tokens:
             return
         assert self._present is not None
-        rows, pruned, is_hit = request.accept(verdict)
+        rows, pruned, is_hit = request.follow_verdict(verdict)
         text = self._answer_text(of)
         news, request.num_shown = text[request.num_shown :], len(text)
         request.latest = {
@@ -251,7 +251,7 @@ class _WatchedRequest:
             latest["late"] = int(any(row.chance is not None and row.chance < 1 for row in entered[1:]))
         return entered
 
-    def accept(self, verdict: Verdict) -> tuple[list[int | None], list[int], bool]:
+    def follow_verdict(self, verdict: Verdict) -> tuple[list[int | None], list[int], bool]:
         """Follow a verdict. Returns for each token the id of the row that carried it, the ids of the rows that are void now, and
         whether the last token was in flight; True while that is unknown.
         """
@@ -263,7 +263,7 @@ class _WatchedRequest:
             changes = apply_verdict(self._sequence, verdict)
         carried, pruned = list[int | None](), list[int]()
         for thread, tokens in changes.accepted.items():
-            rows, voided = self._trees.setdefault(thread, _Tree()).advance(tokens)
+            rows, voided = self._trees.setdefault(thread, _Tree()).advance_to(tokens)
             carried += rows
             pruned += voided
         for thread, remaining in changes.remaining.items():
@@ -302,7 +302,7 @@ class _Tree:
             row.chance = 1.0
         self.rows.append(row)
 
-    def advance(self, tokens: Sequence[int]) -> tuple[list[int | None], list[int]]:
+    def advance_to(self, tokens: Sequence[int]) -> tuple[list[int | None], list[int]]:
         """Follow accepted tokens: the last one's row becomes the root, which is certain. Returns the ids of the rows that carried
         them, None for those that no row did, and of the rows that are void now.
         """

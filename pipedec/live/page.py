@@ -39,7 +39,7 @@ class GoingOn:
         """Frames that describe it, without the rows in flight."""
         return [] if self._run is None else [self._run, *self._open.values()]
 
-    def note(self, frames: Sequence[Frame]) -> None:
+    def on_frames(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
             match frame["k"]:
                 case "run":
@@ -79,7 +79,7 @@ class Viewer:
         self._batches.append(frames)
         self._news.set()
 
-    async def take(self) -> tuple[list[Frame], int]:
+    async def pop_frames(self) -> tuple[list[Frame], int]:
         """Wait a moment for frames. Returns all queued frames, and the number dropped before them."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
@@ -106,7 +106,7 @@ class Hub:
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read(feed))
         while not self._is_ending() and not self._reading.done():
-            frames, dropped = await viewer.take()
+            frames, dropped = await viewer.pop_frames()
             if dropped and frames:
                 yield event([{"k": "gap", "run": frames[0]["run"], "dropped": dropped}, *frames])
             elif frames:
@@ -124,7 +124,7 @@ class Hub:
             async for frames in feed():
                 for viewer in self._viewers:
                     viewer.put(frames)
-                self.going_on.note(frames)
+                self.going_on.on_frames(frames)
         except PipedecError:
             return  # viewers connect again, and learn the reason then
         finally:

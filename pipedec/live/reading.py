@@ -40,12 +40,12 @@ class LiveReading:
         self._number = shown.number
         return None if shown.number == expected else {"k": "gap", "run": self._run, "dropped": shown.number - expected}
 
-    def take(self, shown: FrameBatch) -> list[Frame]:
+    def on_batch(self, shown: FrameBatch) -> list[Frame]:
         frames: list[Frame] = json.loads(shown.frames)
-        self.note(frames)
+        self.on_frames(frames)
         return frames
 
-    def note(self, frames: Sequence[Frame]) -> None:
+    def on_frames(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
             self._last = self._last or (frame["us"], 0)
             if frame["k"] == "open":

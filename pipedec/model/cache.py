@@ -232,7 +232,7 @@ class KVCache:
         if to_past:
             self.past_length = self.length
 
-    def advance(self, committed: Tensor, kept: Tensor) -> None:
+    def commit(self, committed: Tensor, kept: Tensor) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
         Args:

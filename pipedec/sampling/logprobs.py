@@ -42,12 +42,12 @@ class Logprobs:
             rows = to_device(rows, self._rows[0].device)
             self._rows = self._rows[0][rows], self._rows[1][rows]
 
-    def accept(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int]) -> None:
         """Accept the tokens chosen after these rows."""
         if self._rows is not None:
             self._accepted += _scored(self._rows[0][rows], self._rows[1][rows])
 
-    def take(self) -> TokenLogprobs:
+    def pop_rows(self) -> TokenLogprobs:
         """For each token accepted since the last call, the (id, log-probability) of itself and then of the top tokens."""
         taken, self._accepted = tuple(self._accepted), []
         return taken
@@ -80,7 +80,7 @@ class PromptLogprobs:
             self._ready += _scored(*_top(before_RV, token_ids_R, self._num_top))
         self._last = logits_RV[-1:].clone() if self._left else None
 
-    def take(self) -> TokenLogprobs:
+    def pop_rows(self) -> TokenLogprobs:
         """As ``Logprobs.take``, for the tokens since the last call."""
         taken, self._ready = tuple(self._ready), []
         return taken

@@ -156,7 +156,7 @@ class RankScheduler(BaseScheduler):
         while True:
             if (message := self._lpop(self._queues[0])) is not None:
                 return message
-            if requests := self.take(1).requests:
+            if requests := self.pop_requests(1).requests:
                 return requests[0]
             if (remaining := deadline - time.monotonic()) <= 0:
                 return None
@@ -164,7 +164,7 @@ class RankScheduler(BaseScheduler):
             if reply is not None and reply[0].decode() == self._queues[0]:
                 return self._message(reply[1])
 
-    def take(self, limit: int) -> Taken:
+    def pop_requests(self, limit: int) -> Taken:
         """For rank 0, without waiting: at most ``limit`` requests, in the order of (priority, number), and all cancellations.
         Raises RankLost if the run has failed.
         """

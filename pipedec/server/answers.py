@@ -62,7 +62,7 @@ class _Reader:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
-    def take(self, delta: Delta) -> AnswerPart | None:
+    def read(self, delta: Delta) -> AnswerPart | None:
         """None if there is nothing to show yet."""
         if self.generation.request.sampling.logprobs is not None and self.generation.request.threads is None:
             self.token_ids += delta.token_ids
@@ -146,7 +146,7 @@ class Generations:
                     generation.output_tokens += count
                     for observer in self.front.observers:
                         observer.tokens(generation, count, delta.arrived)
-                part = reader.take(delta)
+                part = reader.read(delta)
                 if part is not None:
                     yield part
             try:

@@ -164,18 +164,18 @@ class FinalLane(Lane):
             verdict = self._verdict(token_ids)
         else:
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
-        scored = () if self._prompt_logprobs is None else self._prompt_logprobs.take()
+        scored = () if self._prompt_logprobs is None else self._prompt_logprobs.pop_rows()
         if verdict is None:
             return RequestUpdate(number, prompt_logprobs=scored) if scored else None
         self.has_ended = verdict.finished is not None
-        logprobs = () if self._logprobs is None else self._logprobs.take()
+        logprobs = () if self._logprobs is None else self._logprobs.pop_rows()
         return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
         """The verdict after the prefill: one token, and the predictions of the masks after it."""
         if token <= _CORRUPTED:
             return _corruption(token)
-        self._acceptance.accept(0, token)
+        self._acceptance.record_accepted(0, token)
         finished = self._acceptance.sequence.finished
         forecast = ((), ()) if finished or self._forecasts is None else self._forecasts.forecast(best)
         return Verdict((Accepted(0, (token,), *forecast),), finished)
@@ -191,7 +191,7 @@ class FinalLane(Lane):
         if corrupted := [token for walk in walks for token in walk.tokens if token <= _CORRUPTED]:
             return _corruption(corrupted[0])
         if self._logprobs is not None:
-            self._logprobs.accept([row for walk in walks for row in walk.rows])
+            self._logprobs.select_rows([row for walk in walks for row in walk.rows])
         finished = self._acceptance.sequence.finished
         forecasts = None if finished else self._forecasts
         accepted = [
@@ -259,7 +259,7 @@ class FinalStageWorker(StageWorker):
             with self._faults.of(number):
                 if (result := self._lane(number).result(number, token_ids)) is not None:
                     results[number] = result
-        failed = {update.number: update.failure for update in updates if update.failure} | self._faults.take()
+        failed = {update.number: update.failure for update in updates if update.failure} | self._faults.pop_failures()
         failures = {number: RequestUpdate(number, verdict=Verdict((), "failed", failure)) for number, failure in failed.items()}
         return tuple((failures | results).values())
 

@@ -154,11 +154,11 @@ class Verifier:
         self._ahead: dict[int, list[int]] = defaultdict(list)  # by thread: accepted tokens not replayed yet
         self._stopped: set[int] = set()  # threads whose last such token joins or ends: they continue after its replay
 
-    def accept(self, number: int, token: int) -> None:
+    def record_accepted(self, number: int, token: int) -> None:
         """Accept the next token of a thread."""
         if self.sequence.ends_walk(number, token):
             self._stopped.add(number)
-        self.sequence.accept(number, token)
+        self.sequence.accept_token(number, token)
         self._ahead[number].append(token)
 
     def verify(self, forest: Forest, successors: list[int]) -> list[Walk]:
@@ -178,7 +178,7 @@ class Verifier:
             while row is not None and thread.state is State.RUNNING:
                 rows.append(own[row])
                 tokens.append(successors[rows[-1]])
-                self.accept(number, tokens[-1])
+                self.record_accepted(number, tokens[-1])
                 row = None if number in self._stopped else tree.child(row, tokens[-1])
             walks.append(Walk(number, rows, tuple(tokens)))
         return walks

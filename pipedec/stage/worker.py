@@ -76,8 +76,8 @@ class Lane:
         """Replay a verdict: commit and prune forest and cache. Returns the changes of rows and threads; None without tokens."""
         if not verdict.tokens:
             return None
-        advance, changes, past = self.forest.advance(verdict)
-        self.cache.advance(advance.committed, advance.kept)
+        advance, changes, past = self.forest.replay(verdict)
+        self.cache.commit(advance.committed, advance.kept)
         if past is not None:
             self.cache.release(past)
         return advance, changes
@@ -144,7 +144,7 @@ class StageWorker:
 
     def reset(self) -> None:
         """Drop all lanes and their claims on the pool: requests are sent again with all their rows."""
-        self._faults.take()
+        self._faults.pop_failures()
         self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
         self._lanes.clear()
 
@@ -241,7 +241,7 @@ class StageWorker:
 
     def _with_failures(self, updates: tuple[RequestUpdate, ...]) -> tuple[RequestUpdate, ...]:
         """The updates for the next rank, with the failures of requests."""
-        if not (failures := self._faults.take()):
+        if not (failures := self._faults.pop_failures()):
             return updates
         known = [update.number for update in updates]
         updates += tuple(RequestUpdate(number) for number in failures if number not in known)

@@ -192,7 +192,7 @@ class Sequence:
         self.finished: str | None = None
         self._end_token_ids = frozenset(end_token_ids)
 
-    def accept(self, number: int, token: int) -> list[Start]:
+    def accept_token(self, number: int, token: int) -> list[Start]:
         """Append an accepted token to a thread; returns tokens that have entered because of it, without being sampled.
 
         Tokens of a thread that was cut are ignored: another thread's token cut it in the same timestep. Raises ValueError if the
@@ -204,7 +204,7 @@ class Sequence:
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
         if self.grammar is not None:
-            self.grammar.advance((token,))
+            self.grammar.consume((token,))
         is_end = token in self._end_token_ids
         thread.enter(token, is_end)
         if is_end or len(thread.token_ids) >= self.max_tokens:
@@ -326,7 +326,7 @@ class ReorderBuffer:
         self._taken = [0]  # number of tokens already returned of each thread on the stack
         self._visited: set[int] = set()
 
-    def take(self) -> list[DocumentToken]:
+    def pop_ready(self) -> list[DocumentToken]:
         """The tokens that have become available since the last call."""
         taken = []
         while self._remaining and self._stack:
@@ -362,7 +362,7 @@ def replay(sequence: Sequence, token_ids: Iterable[int]) -> None:
                 return
             raise ValueError("tokens follow the end of the answer")
         known = len(sequence.threads)
-        sequence.accept(open_threads[-1], token)
+        sequence.accept_token(open_threads[-1], token)
         for child in sequence.threads[known:]:
             forced = next(tokens, child.token_ids[0])
             if forced != child.token_ids[0]:

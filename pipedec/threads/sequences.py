@@ -65,7 +65,7 @@ class Sequences:
             raise UserError(f"structured_outputs end with an end token, and the model in {self._target} names none")
         self._vocabulary.check(structure)
         grammar = self._vocabulary.grammar(structure)
-        grammar.advance(output_token_ids)
+        grammar.consume(output_token_ids)
         if not grammar.is_possible:
             raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
 

@@ -170,7 +170,7 @@ class ThreadedSequence(Sequence):
     def may_leave_gap(self, token: int) -> bool:
         return self.leaves_gaps and self._bound.may_open(token)
 
-    def accept(self, number: int, token: int) -> list[Start]:
+    def accept_token(self, number: int, token: int) -> list[Start]:
         thread = self.threads[number]
         if thread.is_cut:
             return []

@@ -172,7 +172,7 @@ class Receiver:
         self._posted = deque(self._post() for _ in range(depth))
         self._taken: Transfer | None = None
 
-    def take(self) -> Tensor:
+    def receive_next(self) -> Tensor:
         """Wait for the next message; what follows it in the buffer is undefined. Raises RuntimeError if a receive has failed."""
         transfer = self._posted[0]
         transfer.wait()

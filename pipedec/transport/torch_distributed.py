@@ -309,7 +309,7 @@ class TorchTransport:
             if src not in self._receivers:
                 num_bytes = self._part_bytes(src, src)
                 self._receivers[src] = Receiver(self._host_links[src], num_bytes, self._depth, MESSAGE_TAG)
-            return self._receivers[src].take()
+            return self._receivers[src].receive_next()
 
         return self._attempt("receive from", src, take).numpy()
 

@@ -70,7 +70,7 @@ def apply_verdict(sequence: Sequence, verdict: Verdict) -> ThreadChanges:
         changes.accepted[number] = tokens
         changes.remaining[number] = Remaining.SUBTREE
         for token in tokens:
-            changes.starts += sequence.accept(number, token)
+            changes.starts += sequence.accept_token(number, token)
     if verdict.finished is not None and sequence.finished is None:
         sequence.end_all(verdict.finished)
     changes.starts = [start for start in changes.starts if sequence.threads[start.thread].state is not State.ENDED]
@@ -231,7 +231,7 @@ class Forest:
         """The child of ``row`` with this token id, or None."""
         return self._tree.child(row, token)
 
-    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
+    def replay(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
         """Replay a verdict, which may free slots of the past.
 
         Returns:
@@ -239,7 +239,7 @@ class Forest:
             rows included, to which later tokens may attend, or None if these are all.
         """
         changes = apply_verdict(self.sequence, verdict)
-        return self._tree.advance(changes.accepted.get(0, ())), changes, None
+        return self._tree.advance_to(changes.accepted.get(0, ())), changes, None
 
 
 class ThreadedForest(Forest):
@@ -321,7 +321,7 @@ class ThreadedForest(Forest):
         found = self.trees[number].child(int(torch.searchsorted(own, row)), token)
         return None if found is None else int(own[found])
 
-    def advance(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
+    def replay(self, verdict: Verdict) -> tuple[Advance, ThreadChanges, Tensor | None]:
         changes = apply_verdict(self.sequence, verdict)
         token_ids = self.token_ids
         is_kept = torch.ones_like(self.threads, dtype=torch.bool)
@@ -348,7 +348,7 @@ class ThreadedForest(Forest):
         """Advance one tree; returns the rows that are committed."""
         own, tree = self._rows.get(number, self.threads[:0]), self.trees[number]
         positions = tree.positions
-        advance = tree.advance(tokens)
+        advance = tree.advance_to(tokens)
         is_kept[own] = False
         is_kept[own[advance.kept]] = True
         count = len(advance.committed)

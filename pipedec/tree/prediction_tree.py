@@ -307,7 +307,7 @@ class PredictionTree:
                 return later
         return None
 
-    def advance(self, tokens: Sequence[int]) -> Advance:
+    def advance_to(self, tokens: Sequence[int]) -> Advance:
         """Accept ``tokens``: commit the path before the last of them, keep the last one's subtree, drop all other rows.
 
         The root and every accepted row but the last are committed. The last accepted token is the new root: if it is in the

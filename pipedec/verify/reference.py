@@ -130,7 +130,7 @@ def naive_threads(
     prompt = list(prompt_ids)
     while sequence.finished is None:
         thread = choose([thread for thread in sequence.threads if thread.state is State.RUNNING])
-        sequence.accept(thread.number, _next_token(model, sequence, thread, prompt, sampling))
+        sequence.accept_token(thread.number, _next_token(model, sequence, thread, prompt, sampling))
 
 
 def _next_token(

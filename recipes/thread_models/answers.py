@@ -104,7 +104,7 @@ class ModelAnswers:
         tokens = self._chosen(logits_RV, [answer.generator for answer, _ in threads])
         for token, (answer, thread) in zip(tokens, threads, strict=True):
             if answer.sequence.finished is None:
-                answer.sequence.accept(thread, token)
+                answer.sequence.accept_token(thread, token)
 
     def _chosen(self, logits_RV: Tensor, generators: list[torch.Generator]) -> list[int]:
         """The likeliest token of each row, or one drawn by inverting the distribution function."""

@@ -51,7 +51,7 @@ class Forwards:
 
 
 def begin(drafter: Drafter) -> None:
-    cached = drafter.open(0, ThreadSequence(len(PROMPT_IDS), (), 1000), PROMPT_IDS, SamplingParams())
+    cached = drafter.open_lane(0, ThreadSequence(len(PROMPT_IDS), (), 1000), PROMPT_IDS, SamplingParams())
     for token in PROMPT_IDS[cached:]:
         drafter.expand([], {0: [token]})
 

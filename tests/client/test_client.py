@@ -44,7 +44,7 @@ class Answers(FreshRun):
 
     def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
         number = super().submit(request, priority)
-        self.take(1)
+        self.pop_requests(1)
         self.publish(number, *self.events)
         return number
 
@@ -114,7 +114,7 @@ class OneOfEach(FreshRun):
         number = super().submit(request, priority)
         done = CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop"))
         answered = (TokensEvent([5], f"a{number}"), TokensEvent([6], f"b{number}", None, 1, 2), done)
-        self.take(1)
+        self.pop_requests(1)
         self.publish(number, *(answered, (ErrorEvent("too long"),), (CancelledEvent(),))[number % 4 % 3])
         return number
 

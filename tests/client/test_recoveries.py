@@ -125,7 +125,7 @@ def test_a_seed_is_chosen_before_a_request_is_submitted() -> None:
     scheduler = Recovering()
     client = Client(scheduler)
     client.submit(REQUEST)
-    sent = PromptRequest.from_json(scheduler.take(1).requests[0].text)
+    sent = PromptRequest.from_json(scheduler.pop_requests(1).requests[0].text)
     assert sent.sampling.seed is not None
     with pytest.raises(UserError, match="give its seed"):
         client.submit(PromptRequest("Hello", sampling=SamplingParams(1.0), resume=(5,)))
@@ -135,7 +135,7 @@ def test_an_answer_pauses_while_the_run_recovers(clock: Clock) -> None:
     scheduler, paused = Recovering(), list[bool]()
     client = Client(scheduler, lambda: None)
     reply = client.submit(REQUEST, on_pause=paused.append)
-    scheduler.take(1)
+    scheduler.pop_requests(1)
     scheduler.publish(reply.number, said(0, 3))
     client.read(0)
     scheduler.renew_lease(1)
@@ -187,7 +187,7 @@ def test_a_redis_that_is_away_for_a_while_is_borne(trouble: SchedulerLost) -> No
     for _ in range(3):
         assert client.read(0) == []
     assert reply.is_paused
-    scheduler.take(1)
+    scheduler.pop_requests(1)
     scheduler.complete(reply.number, said(0, 10), done())
     assert client.read(0) == [reply] and reply.completed().text == TEXT
 

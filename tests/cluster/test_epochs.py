@@ -86,7 +86,7 @@ def test_an_outage_of_redis_is_no_attempt_of_a_running_request(
     rank, clock = attach(), Clock(monkeypatch)
     monkeypatch.setattr(time, "sleep", clock.advance)
     rank.submit("running")
-    rank.take(1)
+    rank.pop_requests(1)
     for error, attempts in ((SchedulerInterrupted("cannot reach Redis"), 0), (RankLost("rank 2 sends nothing"), 1)):
         rank.enter(next_epoch(rank, 1, error))
         assert [one.attempts for one in rank.journal()] == [attempts]

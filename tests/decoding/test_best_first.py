@@ -117,7 +117,7 @@ def test_what_was_copied_gives_way_to_what_the_draft_says() -> None:
     assert chances == [0.54, 0.27, 0.05]
     (undrafted, *_) = tree.undrafted_chances()
     assert exp(undrafted) == pytest.approx(0.54), "not the copied token"
-    changes, hit, _ = tree.advance([2, 7])
+    changes, hit, _ = tree.advance_to([2, 7])
     assert hit and changes.committed == [0, row], "it was right all the same"
 
 

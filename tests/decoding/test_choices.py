@@ -189,7 +189,7 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     text += text[-chooser.randint(1, 60) :]  # so that there are matches of any length
     accepted = [chooser.choice((0, 1, 2)) for _ in range(chooser.randint(1, 3))]
     proposer = NgramProposer(tuple(text))
-    proposer.accept(tuple(accepted))
+    proposer.append(tuple(accepted))
     text += accepted
     paths: list[list[int]] = [[]]
     for _ in range(below):
@@ -215,7 +215,7 @@ def test_a_long_text_is_indexed_in_pieces_and_then_found_as_any_other() -> None:
 def test_seen_tokens_do_not_depend_on_how_they_came(text: list[int], accepted: list[int]) -> None:
     seen = SeenTokens(text)
     for token in accepted:
-        seen.accept((token,))
+        seen.append((token,))
     for column, expected in zip(seen.table(), SeenTokens([*text, *accepted]).table(), strict=True):
         assert column.tolist() == expected.tolist()
 
@@ -223,7 +223,7 @@ def test_seen_tokens_do_not_depend_on_how_they_came(text: list[int], accepted: l
 def test_tokens_seen_anywhere_have_features_and_may_be_proposed() -> None:
     """The most frequent first; one that another source proposes is not repeated."""
     seen = SeenTokens((4, 5, 5, 6, 6, 6))
-    seen.accept((8,))
+    seen.append((8,))
     (line,) = scored(candidates({6: 0.6, 7: 0.3}), [matches({5: 1})], seen=seen)
     features = {token: row[-4:] for token, row in features_of(line).items()}
     assert features == {

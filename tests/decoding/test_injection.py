@@ -143,8 +143,8 @@ class Trio:
         has_entered = (*root, *tokens) in self._naive.entered
         is_row = (*root, *tokens) in self._naive.rows
         self._naive.advance(tokens)
-        self._stage.advance(tokens)
-        _, hit, _ = self._injection.advance(tokens)
+        self._stage.advance_to(tokens)
+        _, hit, _ = self._injection.advance_to(tokens)
         assert (hit, self._injection.num_entered > 0) == (is_row, has_entered)
         if not hit:
             self._injection.plant(tokens[-1])
@@ -168,7 +168,7 @@ def test_random_drafts_entries_and_verdicts_match_a_naive_model(seed: int, opera
 
 def planted(token: int = 1) -> InjectionTree:
     injection = InjectionTree()
-    injection.advance([token])
+    injection.advance_to([token])
     injection.plant(token)
     return injection
 
@@ -204,14 +204,14 @@ def test_what_was_chosen_is_learned() -> None:
     for _ in range(2):
         draft(injection, 1, TABLE)
     injection.enter(3)
-    _, hit, lessons = injection.advance([2, 5])
+    _, hit, lessons = injection.advance_to([2, 5])
     assert hit is False and [lesson.token for lesson in lessons] == [2, 5]
 
 
 def test_a_verdict_on_another_tree_is_refused() -> None:
     injection = planted()
     with pytest.raises(ValueError, match="does not follow the tree"):
-        injection.advance([7, 8])
+        injection.advance_to([7, 8])
 
 
 def test_choices_become_rows_by_name() -> None:
@@ -220,10 +220,10 @@ def test_choices_become_rows_by_name() -> None:
     tree.plant(10)
     tree.add([0], [line_of([(11, 0.5), (12, 0.3), (13, 0.1)])])
     assert tree.choices_below(0) == pytest.approx([math.log(0.5), math.log(0.3), math.log(0.1)])
-    assert [tree.take(0), tree.take(0)] == [[1], [2]] and tree.choices_below(0) == pytest.approx([math.log(0.1)])
+    assert [tree.add_best_below(0), tree.take(0)] == [[1], [2]] and tree.choices_below(0) == pytest.approx([math.log(0.1)])
     tree.add([2], [line_of([(14, 0.8), (15, 0.1)])])
     assert tree.choices_below(2) == pytest.approx([math.log(0.24), math.log(0.03)])
-    assert tree.take(2) == [3]
+    assert tree.add_best_below(2) == [3]
     tree.drop_choices()
     assert len(list(tree.entering_chances())) == 4
     assert tree.enter(9) == ([10, 11, 12, 14], [-1, 0, 0, 2])

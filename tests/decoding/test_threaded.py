@@ -71,7 +71,7 @@ class Answer:
         self.method.apply(Verdict(accepted))
         threads = self.forest.threads
         assert threads is not None
-        advance, _, _ = self.forest.advance(Verdict(accepted))
+        advance, _, _ = self.forest.replay(Verdict(accepted))
         self.past.update(threads[advance.committed].tolist())
 
     def has_root(self, number: int) -> bool:

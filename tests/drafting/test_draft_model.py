@@ -57,7 +57,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def begun(pair: Pair) -> tuple[DraftModel, PredictionTree]:
     """A draft that has taken in the prompt but its last token, which is the root of the tree."""
     draft, tree = DraftModel(pair.ours), PredictionTree(block=4)
-    draft.open(0, SEQUENCE, PROMPT, SamplingParams())
+    draft.open_lane(0, SEQUENCE, PROMPT, SamplingParams())
     draft.expand([], {0: PROMPT[:3]})
     draft.expand([], {0: PROMPT[3:]})
     tree.reset(len(PROMPT))
@@ -90,9 +90,9 @@ def test_accepted_rows_that_were_never_drafted_share_the_next_forward(pair: Pair
         return forward(token_ids, *arguments, **keywords)
 
     monkeypatch.setattr(pair.ours, "forward", counting)
-    draft.advance(0, 0, tree.advance([4, 5]).changes)  # commits the rows of 3 and 4, which were drafted
-    draft.advance(0, 0, tree.advance([6]).changes)  # commits the row of 5, which was not
-    draft.advance(0, 0, tree.advance([7]).changes)  # and that of 6
+    draft.follow_tree(0, 0, tree.advance_to([4, 5]).changes)  # commits the rows of 3 and 4, which were drafted
+    draft.follow_tree(0, 0, tree.advance_to([6]).changes)  # commits the row of 5, which was not
+    draft.follow_tree(0, 0, tree.advance_to([7]).changes)  # and that of 6
     assert forwards == []
     tree.append(torch.tensor([7, 8]), torch.tensor([-1, 0]))
     check(pair, expand(draft, tree, torch.tensor([0]), 3), [0], [(3, 4, 5, 6, 7)], 3)
@@ -134,7 +134,7 @@ def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None
     grammar = ToyStructure(lambda said: frozenset({root} if not said else allowed[said[1:]]))
     grammar.advance((root,))
     draft, tree = DraftModel(pair.ours), PredictionTree()
-    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
+    draft.open_lane(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})
     tree.reset(len(PROMPT))
     tree.append(torch.tensor([root, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))
@@ -160,7 +160,7 @@ def test_of_tokens_that_are_sampled_it_knows_the_noise(pair: Pair) -> None:
     for seed, structure in itertools.product(range(4), (None, grammar)):
         sampling = SamplingParams(1.5, seed=seed)
         draft, tree = DraftModel(pair.ours), PredictionTree()
-        draft.open(0, Sequence(len(PROMPT), (), 1000, structure), PROMPT, sampling)  # type: ignore[arg-type]
+        draft.open_lane(0, Sequence(len(PROMPT), (), 1000, structure), PROMPT, sampling)  # type: ignore[arg-type]
         draft.expand([], {0: PROMPT})
         tree.reset(len(PROMPT))
         tree.append(torch.tensor([9, 5, 3, 7]), torch.tensor([-1, 0, 0, 1]))
@@ -182,7 +182,7 @@ def test_a_draft_that_knows_few_tokens_proposes_those(pair: Pair) -> None:
     known, others = DraftModel(pair.ours, vocabulary=vocabulary), sorted(set(range(1000)) - set(tokens.tolist()))
     prompt = [int(tokens[3]), others[0], int(tokens[50]), others[5]]
     of_draft = [4, 0, 51, 0]
-    known.open(0, SEQUENCE, prompt, SamplingParams())
+    known.open_lane(0, SEQUENCE, prompt, SamplingParams())
     known.expand([], {0: prompt})
     tree = PredictionTree(block=4)
     tree.reset(len(prompt))
@@ -200,7 +200,7 @@ def test_where_a_structure_allows_only_unknown_tokens_nothing_is_proposed(pair: 
     grammar = ToyStructure(lambda said: frozenset({0} if said else {9}))
     grammar.advance((9,))
     draft, tree = DraftModel(pair.ours, vocabulary=vocabulary), PredictionTree()
-    draft.open(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
+    draft.open_lane(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})
     tree.reset(len(PROMPT))
     tree.plant(9)
@@ -232,14 +232,14 @@ class Running:
         self.sequence = Sequence(len(self.prompt), (), 1000)
         if self.number % 2:
             self.sequence = sequence_of(toy("apar"), len(self.prompt))
-        self.entered = company.open(self.number, self.sequence, self.prompt, SamplingParams())
+        self.entered = company.open_lane(self.number, self.sequence, self.prompt, SamplingParams())
         self.plant()
 
     def plant(self) -> None:
         if self.entered == len(self.prompt):
             self.tree.reset(len(self.prompt))
             self.tree.plant(self.chooser.choice(TEXT))
-            self.sequence.accept(0, int(self.tree.token_ids[0]))
+            self.sequence.accept_token(0, int(self.tree.token_ids[0]))
 
     def rows(self) -> DraftRows | None:
         for _ in range(self.chooser.randint(0, 3)):
@@ -262,13 +262,13 @@ class Running:
             return
         tokens = [*self.tree.token_ids[path[1:]].tolist(), self.chooser.choice(TEXT)]
         for token in tokens:
-            self.sequence.accept(0, token)
-        self._follow(draft, self.tree.advance(tokens))
+            self.sequence.accept_token(0, token)
+        self._follow(draft, self.tree.advance_to(tokens))
         if not self.tree.num_rows:
             self.tree.plant(tokens[-1])
 
     def _follow(self, draft: DraftModel, advance: Advance) -> None:
-        draft.advance(self.number, 0, advance.changes)
+        draft.follow_tree(self.number, 0, advance.changes)
         _, kept = advance.renumber(torch.tensor(sorted(self.drafted), dtype=torch.int64))
         self.drafted = set(kept.tolist())
 
@@ -316,43 +316,43 @@ def test_candidates_in_company_are_those_of_one_forward_per_path(pair: Pair, see
             if chooser.random() < 0.5:
                 one.verdict(company)
             elif chooser.random() < 0.2:
-                company.close(one.number)
+                company.close_lane(one.number)
                 running.remove(one)
         assert company.num_lanes <= len(running)
     assert not without or slots < 8192
     for one in running:
-        company.close(one.number)
+        company.close_lane(one.number)
     assert (company.num_lanes, company.used_slots) == (0, 0)
 
 
 def test_a_prompt_that_is_known_is_not_computed_again(pair: Pair) -> None:
     draft, prompt = DraftModel(pair.ours), list(range(40))
-    draft.open(0, Sequence(40, (), 1000), prompt, SamplingParams())
+    draft.open_lane(0, Sequence(40, (), 1000), prompt, SamplingParams())
     draft.expand([], {0: prompt[:35]})
-    assert draft.open(1, Sequence(40, (), 1000), prompt, SamplingParams()) == 32
+    assert draft.open_lane(1, Sequence(40, (), 1000), prompt, SamplingParams()) == 32
     draft.expand([], {0: prompt[35:]})
-    draft.close(0)
-    assert draft.open(2, Sequence(42, (), 1000), [*prompt, 1, 2], SamplingParams()) == 40
+    draft.close_lane(0)
+    assert draft.open_lane(2, Sequence(42, (), 1000), [*prompt, 1, 2], SamplingParams()) == 40
     draft.forget_prefixes()
-    assert draft.open(3, Sequence(40, (), 1000), prompt, SamplingParams()) == 32, "what running requests hold is known still"
+    assert draft.open_lane(3, Sequence(40, (), 1000), prompt, SamplingParams()) == 32, "what running requests hold is known still"
     for number in (1, 2, 3):
-        draft.close(number)
+        draft.close_lane(number)
     draft.forget_prefixes()
-    assert draft.open(4, Sequence(40, (), 1000), prompt, SamplingParams()) == 0
+    assert draft.open_lane(4, Sequence(40, (), 1000), prompt, SamplingParams()) == 0
 
 
 def test_a_request_without_memory_gets_no_candidates_and_takes_none(pair: Pair) -> None:
     draft, tree = DraftModel(pair.ours, slots=32), PredictionTree(block=4)
-    draft.open(0, Sequence(20, (), 1000), list(range(20)), SamplingParams())
+    draft.open_lane(0, Sequence(20, (), 1000), list(range(20)), SamplingParams())
     draft.expand([], {0: list(range(20))})
-    assert draft.open(1, Sequence(3, (), 1000), [7, 8, 9], SamplingParams()) == 3, "nothing is to be computed"
+    assert draft.open_lane(1, Sequence(3, (), 1000), [7, 8, 9], SamplingParams()) == 3, "nothing is to be computed"
     tree.reset(3)
     tree.plant(5)
     (candidates,) = draft.expand([DraftRows(1, 0, tree, [0], 4)], {})
     assert candidates.token_ids.shape == candidates.log_probs.shape == (1, 0)
-    draft.advance(1, 0, tree.advance([6]).changes)
+    draft.follow_tree(1, 0, tree.advance_to([6]).changes)
     draft.threads_changed(1)
-    draft.close(1)
+    draft.close_lane(1)
     assert (draft.num_lanes, draft.used_slots) == (1, 32)
 
 
@@ -366,22 +366,22 @@ class Draft:
         self._pair = pair
         self.forest = ThreadedForest(sequence_of(toy(dialect), len(PROMPT)))
         self.draft = DraftModel(pair.ours)
-        self.draft.open(0, self.forest.sequence, PROMPT, sampling)
+        self.draft.open_lane(0, self.forest.sequence, PROMPT, sampling)
         self.draft.expand([], {0: PROMPT})
 
     def accept(self, **texts: str) -> None:
         """As a method does: trees are advanced, then the draft, then it is told what became of the threads."""
         before = {number: tree.num_rows for number, tree in self.forest.trees.items()}
         copies = {number: _copy(tree) for number, tree in self.forest.trees.items()}
-        _, changes, _ = self.forest.advance(
+        _, changes, _ = self.forest.replay(
             Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items()))
         )
         for number, tokens in changes.accepted.items():
-            self.draft.advance(0, number, copies[number].advance(tokens).changes)
+            self.draft.follow_tree(0, number, copies[number].advance_to(tokens).changes)
         for number in changes.remaining:
             if number in before and copies[number].num_rows > self.forest.trees[number].num_rows:
                 kept = torch.arange(self.forest.trees[number].num_rows)
-                self.draft.advance(0, number, copies[number].keep(kept).changes)
+                self.draft.follow_tree(0, number, copies[number].keep(kept).changes)
         if changes.affects_threads:
             self.draft.threads_changed(0)
 

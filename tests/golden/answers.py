@@ -84,7 +84,7 @@ class _Told:
             for token in tokens:
                 self._places.append(None if thread.is_cut else (thread.path, thread.num_tokens))
                 if not thread.is_cut:
-                    self._sequence.accept(number, token)
+                    self._sequence.accept_token(number, token)
 
     def answer(self) -> Answer:
         local, sequence = self._local, self._sequence

@@ -170,7 +170,7 @@ class _Watcher:
                 allowed = sequence.grammar.allowed()
                 logits_V[[one for one in range(len(logits_V)) if one not in allowed]] = -torch.inf
             position = sequence.threads[0].next_position
-            sequence.accept(0, token)
+            sequence.accept_token(0, token)
             self._judge(sequence.main, index, position, logits_V, torch.tensor(token_ids[:index], dtype=torch.int64))
 
     def _judge(self, thread: DecodeThread, index: int, position: int, logits_V: Tensor, seen: Tensor) -> None:

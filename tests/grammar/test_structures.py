@@ -119,7 +119,7 @@ def test_gbnf_is_read_as_by_llama_cpp(grammar: str, text: str, other: str, vocab
 
 def is_whole(vocabulary: Vocabulary, grammar: str, text: str) -> bool:
     said = vocabulary.grammar(StructuredOutputs(grammar=grammar))
-    said.advance(TARGET.encode(text, add_special_tokens=False))
+    said.consume(TARGET.encode(text, add_special_tokens=False))
     return said.is_possible and TARGET.eos_token_id in said.allowed()
 
 

@@ -58,7 +58,7 @@ def made(form: ToolFormat, vocabulary: Vocabulary, is_single: bool = False) -> G
 
 def admits(grammar: Grammar, words: Tokenizer, text: str) -> bool:
     """Whether it is a whole answer."""
-    grammar.advance(words.encode(text, add_special_tokens=False))
+    grammar.consume(words.encode(text, add_special_tokens=False))
     return grammar.is_possible and words.eos_token_id in grammar.allowed()
 
 
@@ -87,7 +87,7 @@ def test_whatever_is_admitted_is_read_as_calls(form: ToolFormat, seed: int, voca
     token_ids: list[int] = []
     while words.eos_token_id not in (allowed := grammar.allowed()) and len(token_ids) < 400:
         token_ids.append(chooser.choice(list(allowed)))
-        grammar.advance(token_ids[-1:])
+        grammar.consume(token_ids[-1:])
     calls = calls_in(form, words.decode(token_ids))
     assert words.eos_token_id in grammar.allowed() and calls
     for name, arguments in calls:

@@ -148,14 +148,14 @@ def test_what_may_follow_depends_on_the_tokens_alone(structure: StructuredOutput
     for count in data.draw(st.lists(st.integers(0, len(said)), max_size=12)):
         if data.draw(st.booleans()) and accepted < count:
             step = data.draw(st.integers(accepted, count))
-            other.advance(said[accepted:step])
+            other.consume(said[accepted:step])
             accepted = step
         if count >= accepted:
             stray = data.draw(st.integers(0, 4095))
             other.allowed([*said[accepted:count], stray, stray])
             assert (other.allowed(said[accepted:count]), other.forced(said[accepted:count])) == expected[count]
     resumed = vocabulary().grammar(structure)
-    resumed.advance(said)
+    resumed.consume(said)
     assert (resumed.allowed(), resumed.forced()) == expected[len(said)]
 
 
@@ -189,7 +189,7 @@ def test_behind_the_end_and_on_impossible_paths_nothing_is_allowed() -> None:
     for wrong in ([stray], [stray, stray], [path[0], stray], [4096], [10**6]):
         assert (grammar.allowed(wrong), grammar.forced(wrong)) == (NOTHING, ())
     ended = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
-    ended.advance(path)
+    ended.consume(path)
     assert (ended.is_possible, ended.allowed(), ended.forced()) == (True, NOTHING, ())
 
 
@@ -200,10 +200,10 @@ def test_an_answer_that_strays_from_its_structure_goes_on_no_further(is_known: b
     stray = next(token for token in range(4096) if token not in grammar.allowed())
     if is_known:
         with pytest.raises(UserError, match="cannot go on"):
-            grammar.advance([stray])
+            grammar.consume([stray])
         return
     unasked = vocabulary().grammar(StructuredOutputs(choice=("yes", "yes, sir", "no")))
-    unasked.advance([stray])
+    unasked.consume([stray])
     assert not unasked.is_possible
     for ask in (unasked.allowed, unasked.forced):
         with pytest.raises(UserError, match="does not follow its structured_outputs"):
@@ -217,12 +217,12 @@ def test_where_a_structure_is_too_complex_the_answer_ends_with_an_error() -> Non
     [word] = grammar.forced()
     assert TOKENIZER.decode([word]) == "word"
     assert grammar.allowed([word]) == NOTHING
-    grammar.advance([word])
+    grammar.consume([word])
     for ask in (grammar.allowed, grammar.forced):
         with pytest.raises(UserError, match="too complex"):
             ask()
     with pytest.raises(UserError, match="too complex"):
-        grammar.advance([END])
+        grammar.consume([END])
 
 
 @pytest.mark.failure_case("H29")
@@ -242,7 +242,7 @@ def test_forced_text_is_tokenized_once() -> None:
 
     grammar, said = Grammar(Counted, (END, OTHER_END)), list[int]()  # type: ignore[arg-type]
     while chain := grammar.forced():
-        grammar.advance(chain)
+        grammar.consume(chain)
         said += chain
     assert (text_of(said), said[-1]) == ("a" * 10000, END)
     assert Counted.calls <= 2
@@ -252,7 +252,7 @@ def test_forced_text_is_tokenized_once() -> None:
 def test_an_object_with_a_thousand_optional_properties_can_be_followed() -> None:
     schema = {"properties": {f"p{n}": {"const": n} for n in range(1000)}, "additionalProperties": False, "type": "object"}
     grammar = vocabulary().grammar(StructuredOutputs(json=schema))
-    grammar.advance(TOKENIZER.encode('{"p7": 7, "p900": 900', add_special_tokens=False))
+    grammar.consume(TOKENIZER.encode('{"p7": 7, "p900": 900', add_special_tokens=False))
     assert grammar.is_possible and set(grammar.allowed(TOKENIZER.encode("}", add_special_tokens=False))) == {END}
 
 
@@ -295,7 +295,7 @@ def test_nothing_is_parsed_before_somebody_asks() -> None:
     def refuse() -> Any:
         raise AssertionError("nobody has asked")
 
-    Grammar(refuse, (END,)).advance([5, 6, 7])
+    Grammar(refuse, (END,)).consume([5, 6, 7])
 
 
 @given(st.sets(st.integers(0, 5000), max_size=20), st.integers(0, 6000))

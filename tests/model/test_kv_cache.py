@@ -40,7 +40,7 @@ class Held:
         (self.tree if to_tree else self.past).extend(labels)
 
     def advance(self, committed: list[int], kept: list[int]) -> None:
-        self.cache.advance(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
+        self.cache.commit(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
         self.past, self.tree = self.past + [self.tree[row] for row in committed], [self.tree[row] for row in kept]
 
     def release(self, kept: list[int]) -> None:

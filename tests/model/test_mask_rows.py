@@ -61,7 +61,7 @@ class Growing:
         """Accept a random token row, and a token behind it that has no row."""
         said = self.tree.token_ids[self.tree.tree_mask[self.chooser.randrange(num_tokens)]].tolist()
         self.accepted += said
-        advance = self.tree.advance([*said[1:], 60 + self.chooser.randrange(4)])
+        advance = self.tree.advance_to([*said[1:], 60 + self.chooser.randrange(4)])
         self.chain.advance(advance.committed.tolist(), advance.kept.tolist())
 
 

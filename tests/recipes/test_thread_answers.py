@@ -42,7 +42,7 @@ def without_cache(model: Any, bound: BoundDialect, asked: SeededPrompt, max_toke
             if sequence.finished is None:
                 row = logits[places.get((thread.number, thread.num_tokens - 1), prompt - 1)]
                 row[list(sequence.banned(thread.number))] = -torch.inf
-                sequence.accept(thread.number, int(row.argmax()))
+                sequence.accept_token(thread.number, int(row.argmax()))
     return sequence
 
 

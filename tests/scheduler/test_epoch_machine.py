@@ -24,7 +24,7 @@ from pipedec.topology import Topology
 TWO = Topology.even(2, 2)
 DESCRIPTION = RunDescription(Settings.of(target="target", max_num_seqs=3), TWO.groups, ((0, 1), (1, 2)))
 CALLS: list[Callable[[WholeScheduler], object]] = [
-    lambda zombie: zombie.take(3),
+    lambda zombie: zombie.pop_requests(3),
     lambda zombie: zombie.publish(0, TokensEvent([9], "z")),
     lambda zombie: zombie.complete(0),
     lambda zombie: zombie.renew_lease(1),
@@ -52,7 +52,7 @@ class Epochs(RuleBasedStateMachine):
 
     @rule(limit=st.integers(0, 3))
     def take(self, limit: int) -> None:
-        taken = [one.number for one in self.real.take(limit).requests]
+        taken = [one.number for one in self.real.pop_requests(limit).requests]
         assert not self.given & set(taken)
         self.given.update(taken)
 

@@ -37,7 +37,7 @@ def scheduler(make_scheduler: MakeScheduler) -> WholeScheduler:
 
 
 def taken(scheduler: WholeScheduler, limit: int) -> list[int]:
-    return [message.number for message in scheduler.take(limit).requests]
+    return [message.number for message in scheduler.pop_requests(limit).requests]
 
 
 def answer(scheduler: WholeScheduler, number: int) -> list[Event]:
@@ -48,7 +48,7 @@ def test_requests_are_taken_by_priority_then_in_order(scheduler: WholeScheduler)
     for priority in (0, 5, -3, 0, 5, -3, 1 << 40):
         scheduler.submit(f'{{"é": {priority}}}', priority)
     assert scheduler.status().waiting == 7
-    assert scheduler.take(1).requests == [RankMessage("request", 2, text='{"é": -3}')]
+    assert scheduler.pop_requests(1).requests == [RankMessage("request", 2, text='{"é": -3}')]
     assert taken(scheduler, 0) == []
     assert taken(scheduler, 3) == [5, 0, 3]
     assert scheduler.submit("{}", -1) == 7
@@ -96,7 +96,7 @@ def test_waiting_for_a_request_takes_the_first_and_the_stop_overtakes(scheduler:
     scheduler.submit("last")
     scheduler.stop()
     assert scheduler.wait_request(0) == RankMessage("stop")
-    refused = scheduler.take(9)
+    refused = scheduler.pop_requests(9)
     assert refused.stopping and [message.text for message in refused.requests] == ["last"]
 
 
@@ -131,8 +131,8 @@ def test_a_waiting_request_is_cancelled_at_once(scheduler: WholeScheduler) -> No
     scheduler.submit("{}")
     assert scheduler.cancel(0) and not scheduler.cancel(0)
     assert answer(scheduler, 0) == [CancelledEvent()]
-    assert scheduler.take(9).requests == [RankMessage("request", 1, text="{}")]
-    assert scheduler.take(9).cancelled == []
+    assert scheduler.pop_requests(9).requests == [RankMessage("request", 1, text="{}")]
+    assert scheduler.pop_requests(9).cancelled == []
 
 
 def test_a_running_request_is_told_to_be_cancelled_until_it_ends(scheduler: WholeScheduler) -> None:
@@ -141,12 +141,12 @@ def test_a_running_request_is_told_to_be_cancelled_until_it_ends(scheduler: Whol
     assert taken(scheduler, 3) == [0, 1, 2]
     assert scheduler.cancel(2) and scheduler.cancel(0) and scheduler.cancel(2)
     for _ in range(2):
-        assert scheduler.take(1).cancelled == [0, 2]
+        assert scheduler.pop_requests(1).cancelled == [0, 2]
     scheduler.complete(0, TokensEvent([1], "a"))
-    assert scheduler.take(1).cancelled == [2]
+    assert scheduler.pop_requests(1).cancelled == [2]
     assert answer(scheduler, 0) == [TokensEvent([1], "a")]
     scheduler.complete(2)
-    assert scheduler.take(1).cancelled == []
+    assert scheduler.pop_requests(1).cancelled == []
     assert not scheduler.cancel(0) and not scheduler.cancel(2) and not scheduler.cancel(99)
     assert scheduler.status().running == (1,)
 
@@ -229,7 +229,7 @@ def test_requests_of_an_owner_without_a_lease_end(patient: WholeScheduler) -> No
     assert scheduler.end_orphans() == []
     scheduler.release_owner("a")
     assert scheduler.renew_owner("b") and scheduler.end_orphans() == [0, 3]
-    assert scheduler.take(0).cancelled == [0] and scheduler.end_orphans() == []
+    assert scheduler.pop_requests(0).cancelled == [0] and scheduler.end_orphans() == []
     assert answer(scheduler, 0) == answer(scheduler, 3) == []
     assert taken(scheduler, 9) == [4]
     scheduler.complete(0, TokensEvent([2], "b"))
@@ -293,7 +293,7 @@ def test_an_abort_reaches_every_unfinished_answer(scheduler: WholeScheduler) -> 
     scheduler.abort(2, "out of memory")
     failed: list[Event] = [AbortEvent("rank 2: out of memory")]
     assert [answer(scheduler, number) for number in range(5)] == [failed, [ErrorEvent("over")], failed, failed, failed]
-    for call in (lambda: scheduler.take(1), lambda: scheduler.submit("{}")):
+    for call in (lambda: scheduler.pop_requests(1), lambda: scheduler.submit("{}")):
         with pytest.raises(RankLost, match="rank 2: out of memory"):
             call()
 
@@ -336,7 +336,7 @@ class Crowd:
             self.cancelled.add(number)
 
     def take(self) -> None:
-        found = self.scheduler.take(self.max_running - len(self.running))
+        found = self.scheduler.pop_requests(self.max_running - len(self.running))
         numbers = {message.number for message in found.requests}
         assert not numbers & (self.ended_waiting | self.served | self.running)
         assert set(found.cancelled) == self.cancelled & self.running, "a cancellation was lost"

@@ -45,7 +45,7 @@ def run(server: EmbeddedServer) -> Iterator[WholeScheduler]:
     scheduler = WholeScheduler(connect(server.url), RUN, TWO, patience_seconds=0.2)
     scheduler.open(DESCRIPTION, recovers=True)
     scheduler.submit("running")
-    scheduler.take(1)
+    scheduler.pop_requests(1)
     scheduler.submit("waiting")
     yield scheduler
     scheduler.client.close()
@@ -70,7 +70,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
     client = fill(server)
     calls: list[Callable[[], object]] = [
         lambda: run.submit("more"),
-        lambda: run.take(1),
+        lambda: run.pop_requests(1),
         lambda: run.publish(0, TokensEvent([1], "a")),
         lambda: run.complete(0, TokensEvent([1], "a")),
         lambda: run.renew_lease(0),
@@ -84,7 +84,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
             call()
     assert run.status() == before
     client.config_set("maxmemory", "0")
-    assert [message.text for message in run.take(4).requests] == ["waiting"]
+    assert [message.text for message in run.pop_requests(4).requests] == ["waiting"]
     run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
     assert message is not None and message.tasks[0].task == WINDOWS[1].task
@@ -193,7 +193,7 @@ def test_a_server_that_was_killed_and_has_its_data_again_knows_the_run(tmp_path:
         run = WholeScheduler(connect(first.url), RUN, TWO)
         run.open(DESCRIPTION, recovers=True)
         run.submit("running", operation="a")
-        run.take(1)
+        run.pop_requests(1)
         run.publish(0, TokensEvent([7], "a"))
         kill(first)
         with pytest.raises(SchedulerInterrupted):
@@ -254,7 +254,7 @@ def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer
     redis.Redis.from_url(server.url).flushall()
     assert run.current_epoch() is None
     assert run.status().state == "gone"
-    for call in (lambda: run.take(1), lambda: run.wait_request(0), lambda: run.recover([1], "rank 1 was killed")):
+    for call in (lambda: run.pop_requests(1), lambda: run.wait_request(0), lambda: run.recover([1], "rank 1 was killed")):
         with pytest.raises(SchedulerLost, match=r"its keys were deleted"):
             call()
 

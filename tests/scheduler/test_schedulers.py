@@ -44,7 +44,7 @@ def submit_and_take(scheduler: WholeScheduler) -> None:
     """Open the run; rank 0 takes request 0."""
     scheduler.open(DESCRIPTION)
     assert scheduler.submit("{}") == 0
-    assert [message.number for message in scheduler.take(1).requests] == [0]
+    assert [message.number for message in scheduler.pop_requests(1).requests] == [0]
 
 
 PRE_1 = [Task.transfer(0, 1, -1), Task.compute("pre", 1, 0)]  # what stage 1 reports first
@@ -157,7 +157,7 @@ def test_several_answers_are_read_together(make_scheduler: MakeScheduler) -> Non
     scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=4)))
     for text in "abcd":
         scheduler.submit(text)
-    scheduler.take(4)
+    scheduler.pop_requests(4)
     scheduler.publish(0, TokensEvent([1], "a"))
     [(number, position, _)] = scheduler.read_answers({0: "0", 1: "0", 2: "0"}, 1)
     assert number == 0
@@ -312,7 +312,7 @@ def test_a_caller_of_an_ended_epoch_changes_nothing(make_scheduler: MakeSchedule
     assert scheduler.recover([2], "rank 2 was killed") == 1
     calls: list[Callable[[], object]] = [
         lambda: scheduler.report(0, [Task.compute("pre", 0, 0)], []),
-        lambda: scheduler.take(1),
+        lambda: scheduler.pop_requests(1),
         lambda: scheduler.publish(0, TokensEvent([1], "a")),
         lambda: scheduler.complete(0),
         lambda: scheduler.end_orphans(),
@@ -355,7 +355,7 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=3)))
     for text in ("first", "second", "third"):
         scheduler.submit(text)
-    scheduler.take(2)
+    scheduler.pop_requests(2)
     begin(scheduler)
     scheduler.publish(
         0, TokensEvent([5, 6], "a", index=0), TokensEvent([7], "b", index=2, offset=1), TokensEvent([7, 8], "bc", None, 2, 1)
@@ -374,7 +374,7 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     scheduler.complete(0)
     begin(scheduler, 1)
     assert [one.number for one in scheduler.journal()] == [1]
-    assert [message.text for message in scheduler.take(2).requests] == ["third"]
+    assert [message.text for message in scheduler.pop_requests(2).requests] == ["third"]
 
 
 @pytest.mark.failure_case("S20")
@@ -385,7 +385,7 @@ def test_a_loss_during_a_trial_is_that_of_the_request_and_those_of_the_guilty_ar
     scheduler.open(replace(DESCRIPTION, settings=DESCRIPTION.settings.replaced(max_num_seqs=3)))
     for text in ("first", "second", "third"):
         scheduler.submit(text)
-    scheduler.take(3)
+    scheduler.pop_requests(3)
     recovered(scheduler)
     scheduler.publish(1, TokensEvent([5], "a"))
     scheduler.try_alone(1)

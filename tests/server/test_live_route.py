@@ -112,7 +112,7 @@ def test_a_slow_viewer_loses_frames_and_is_told_how_many() -> None:
         viewer = Viewer(GoingOn())
         for number in range(130):
             viewer.put([{"k": "step", "number": number}, {"k": "stats"}])
-        return await viewer.take()
+        return await viewer.pop_frames()
 
     frames, dropped = asyncio.run(lag())
     assert dropped == 256 and [frame.get("number") for frame in frames] == [128, None, 129, None]
@@ -126,19 +126,19 @@ def test_who_has_lost_frames_or_comes_late_is_told_what_is_going_on_and_nobody_e
         def come(*frames: dict[str, Any]) -> None:
             slow.put(frames)
             quick.put(frames)
-            going_on.note(frames)
+            going_on.on_frames(frames)
 
         come({"k": "run"}, {"k": "open", "r": 1, "said": "it says "}, {"k": "open", "r": 2, "said": ""})
         for number in range(100):
             come({"k": "step", "out": [{"r": 1, "text": f"{number} "}]})
-            assert number or (await quick.take())[1] == 0
-            await quick.take()
+            assert number or (await quick.pop_frames())[1] == 0
+            await quick.pop_frames()
         come({"k": "close", "r": 2})
         whole = "it says " + "".join(f"{number} " for number in range(100))
-        frames, dropped = await slow.take()
+        frames, dropped = await slow.pop_frames()
         assert dropped > 64 and [frame["k"] for frame in frames[:3]] == ["run", "open", "open"]
         assert frames[1]["said"] + "".join(map(said_in, frames[2:])) == whole
-        assert (await Viewer(going_on).take())[0] == [{"k": "run"}, {"k": "open", "r": 1, "said": whole}]
-        assert [frame["k"] for frame in (await quick.take())[0]] == ["close"]
+        assert (await Viewer(going_on).pop_frames())[0] == [{"k": "run"}, {"k": "open", "r": 1, "said": whole}]
+        assert [frame["k"] for frame in (await quick.pop_frames())[0]] == ["close"]
 
     asyncio.run(lag())

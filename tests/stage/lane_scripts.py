@@ -162,7 +162,7 @@ class Script:
         if verdict.finished is not None:
             self.is_over = True
             return
-        _, changes, _ = self._forest.advance(verdict)
+        _, changes, _ = self._forest.replay(verdict)
         self._last |= {number: token for number, token in changes.last.items() if not self._forest.trees[number].num_rows}
 
     def _rows(self) -> Step | None:

@@ -26,7 +26,7 @@ class Stage:
         self.acceptance = Verifier(sequence_of(bound, 10, max_tokens))
         self.successors: list[int] = []
         first = int(self.chooser.first(wish(said))[0])
-        self.acceptance.accept(0, first)
+        self.acceptance.record_accepted(0, first)
         self.last = Verdict.of(first)
         self.replay(self.last)
 
@@ -45,7 +45,7 @@ class Stage:
         return {walk.thread: texts(walk.tokens) for walk in walks}
 
     def replay(self, verdict: Verdict) -> None:
-        advance, changes, _ = self.forest.advance(verdict)
+        advance, changes, _ = self.forest.replay(verdict)
         self.chooser.replayed(changes)
         self.acceptance.replayed(changes)
         self.successors = [self.successors[row] for row in advance.kept.tolist()]

@@ -33,7 +33,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.forest, other = (Forest(Sequence(5, self.end_token_ids, self.max_tokens)) for _ in range(2))
         self.acceptance = Verifier(other.sequence)
-        self.acceptance.accept(0, TOKEN_IDS[0])
+        self.acceptance.record_accepted(0, TOKEN_IDS[0])
         self.replay(TOKEN_IDS[0])
 
     def enter(self, count: int = 7, first: int = 0) -> Stage:
@@ -42,7 +42,7 @@ class Stage:
         return self
 
     def replay(self, *tokens: int) -> None:
-        _, changes, _ = self.forest.advance(Verdict.of(*tokens))
+        _, changes, _ = self.forest.replay(Verdict.of(*tokens))
         self.acceptance.replayed(changes)
 
     def accepted(self, *successors: int) -> tuple[int, ...]:

@@ -220,7 +220,7 @@ class Lane:
         return Verdict.of(*accepted, finished=finished, forecast=forecast if self._masks else ())
 
     def replay(self, verdict: Verdict) -> None:
-        advance = self.tree.advance(verdict.tokens)
+        advance = self.tree.advance_to(verdict.tokens)
         self._commit(advance.committed_ids.tolist())
         self._write_rows(self.tree.num_rows)
         self.arrivals = [rows if isinstance(rows, bool) else advance.renumber(rows)[1] for rows in self.arrivals]

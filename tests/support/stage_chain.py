@@ -108,7 +108,7 @@ class StageChain:
     def advance(self, committed: list[int], kept: list[int]) -> None:
         self._tree_positions = self._tree_positions[kept]
         for cache in self.caches:
-            cache.advance(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
+            cache.commit(torch.tensor(committed, dtype=torch.int64), torch.tensor(kept, dtype=torch.int64))
 
     def reset(self) -> None:
         self._tree_positions = self._tree_positions[:0]

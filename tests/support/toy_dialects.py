@@ -56,7 +56,7 @@ def position_after(sequence: Sequence, number: int, path: list[int]) -> int:
 
 def say(sequence: Sequence, path: tuple[int, ...], text: str) -> list[Start]:
     """Accept tokens in one thread; returns which others enter with them."""
-    return [start for token in ids(text) for start in sequence.accept(at(sequence, path).number, token)]
+    return [start for token in ids(text) for start in sequence.accept_token(at(sequence, path).number, token)]
 
 
 def written(sequence: Sequence) -> str:

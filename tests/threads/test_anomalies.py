@@ -136,7 +136,7 @@ def test_released_threads_do_not_fill_the_cache() -> None:
 def test_control_tokens_end_a_tag(breaker: str) -> None:
     sequence = pasta()
     reader = sequence.reader()
-    assert say(sequence, (), "a <promise :") == [] and texts(token.token_id for token in reader.take()) == "a"
+    assert say(sequence, (), "a <promise :") == [] and texts(token.token_id for token in reader.pop_ready()) == "a"
     assert say(sequence, (), breaker) == []
     assert sequence.anomalies["opener_not_completed"] == 1 and sequence.main.tag is None
 

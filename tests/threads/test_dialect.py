@@ -43,7 +43,7 @@ def test_a_promise_in_the_shipped_tokenizer_opens_at_its_last_token(tokenizer: T
     bound = bind(dialect, tokenizer.token_to_id, lambda token: tokenizer.decode([token], skip_special_tokens=False))
     sequence = ThreadedSequence(bound, 5, (1,), 100)
     tag = tokenizer.encode('<promise topic="the recipe" tokens="20"/>', add_special_tokens=False).ids
-    assert [sequence.accept(0, token) for token in tag] == [*[[]] * (len(tag) - 1), [Start(1, bound.child_start)]]
+    assert [sequence.accept_token(0, token) for token in tag] == [*[[]] * (len(tag) - 1), [Start(1, bound.child_start)]]
     assert sequence.threads[1].positions == [5 + len(tag)]
     assert sequence.threads[0].next_position == 5 + len(tag) + 20
 

@@ -9,7 +9,7 @@ from pipedec.threads import DocumentToken, ReorderBuffer, Sequence, ThreadMetric
 
 
 def taken(reader: ReorderBuffer) -> str:
-    return texts(token.token_id for token in reader.take())
+    return texts(token.token_id for token in reader.pop_ready())
 
 
 def test_text_behind_an_open_child_is_held_back() -> None:

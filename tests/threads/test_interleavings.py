@@ -123,7 +123,7 @@ class Run:
     def _accept(self, number: int, token: int, ends: bool) -> None:
         before = [thread.num_tokens for thread in self.sequence.threads]
         joins = [len(thread.joins) for thread in self.sequence.threads]
-        starts = {(start.thread, start.token) for start in self.sequence.accept(number, token)}
+        starts = {(start.thread, start.token) for start in self.sequence.accept_token(number, token)}
         threads, thread = self.sequence.threads, self.sequence.threads[number]
         assert (thread.state is not State.RUNNING or len(thread.joins) > joins[number]) == ends
         entered = {(one.number, one.token_ids[0]) for one in threads[len(before) :]}
@@ -137,7 +137,7 @@ class Run:
                     assert not any(dropped < count for dropped in self._dropped.get(other, ())), "seen after it was released"
         for thread, needed in zip(self.sequence.threads, self.sequence.needed(), strict=True):
             self._dropped.setdefault(thread.number, set()).update(range(needed, thread.num_tokens))
-        self.read += [self._seen(taken) for taken in self._reader.take()]
+        self.read += [self._seen(taken) for taken in self._reader.pop_ready()]
         document = [self._seen(taken) for taken in self.sequence.document()]
         assert self.read == document[: len(self.read)]
 
@@ -199,7 +199,7 @@ def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room)
     said: dict[Path, int] = {}
     while sequence.finished is None:
         thread = turn.choice([thread for thread in sequence.threads if thread.state is State.RUNNING])
-        sequence.accept(thread.number, model(thread.path, said.get(thread.path, 0)))
+        sequence.accept_token(thread.number, model(thread.path, said.get(thread.path, 0)))
         said[thread.path] = said.get(thread.path, 0) + 1
     for thread in sequence.threads:
         never_entered = thread.is_cut and thread.num_tokens == 1
@@ -209,10 +209,10 @@ def test_no_token_stands_beyond_the_models_context(name, seed, max_tokens, room)
 def test_a_promise_is_clamped_to_what_the_context_has_room_for() -> None:
     sequence = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20, PROMPT + 30)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
-        sequence.accept(0, token)
+        sequence.accept_token(0, token)
     assert sequence.threads[0].next_position == PROMPT + 4 + 6, "of 30 places 20 are left for tokens, and 4 were said"
     assert sequence.anomalies == {"length_clamped": 1}
     free = ThreadedSequence(toy("pasta"), PROMPT, (END,), 20)
     for token in (IDS[text] for text in ("<promise", ' tokens="', "20", '"/>')):
-        free.accept(0, token)
+        free.accept_token(0, token)
     assert free.threads[0].next_position == PROMPT + 4 + 20 and free.anomalies == {}

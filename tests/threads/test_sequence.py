@@ -163,10 +163,10 @@ def test_a_token_for_a_thread_that_waits_or_has_ended_is_a_mistake() -> None:
     sequence = sequence_of(toy("pasta"))
     say(sequence, (), '<promise : 2 "/> <sync/>')
     with pytest.raises(ValueError, match="thread 0, which is waiting"):
-        sequence.accept(0, IDS["a"])
+        sequence.accept_token(0, IDS["a"])
     say(sequence, (0,), "</async>")
     with pytest.raises(ValueError, match="thread 1, which is ended"):
-        sequence.accept(1, IDS["a"])
+        sequence.accept_token(1, IDS["a"])
 
 
 def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
@@ -177,14 +177,14 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
     for reason in ("cancelled", "stop"):
         sequence.end_all(reason)
         assert ended(sequence) == ["cancelled"] * 2 and sequence.finished == "cancelled", "it has ended already"
-    assert [token.token_id for token in reader.take()] == ids('a <promise : 2 "/> <async> x')
-    assert sequence.accept(1, IDS["a"]) == []
+    assert [token.token_id for token in reader.pop_ready()] == ids('a <promise : 2 "/> <async> x')
+    assert sequence.accept_token(1, IDS["a"]) == []
     assert sequence.anomalies == {}
 
 
 def test_end_tokens_are_the_callers() -> None:
     sequence = ThreadedSequence(toy("apar"), 3, (), 5)
-    assert sequence.accept(0, END) == []
+    assert sequence.accept_token(0, END) == []
     assert sequence.finished is None
 
 
@@ -202,6 +202,6 @@ def test_text_of_an_answer_that_cannot_fork_has_no_effects(tokens: list[int], ma
             break
         assert alone.ends_walk(0, token) == general.ends_walk(0, token)
         assert alone.ends_walk(0, token, ahead) == general.ends_walk(0, token, ahead)
-        assert alone.accept(0, token) == general.accept(0, token)
+        assert alone.accept_token(0, token) == general.accept_token(0, token)
         assert alone.threads == general.threads and alone.finished == general.finished
         assert alone.anomalies == general.anomalies == {}

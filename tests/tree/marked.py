@@ -99,7 +99,7 @@ def naive_answer(target: Target, new_sequence: NewSequence) -> ThreadSequence:
         for thread in list(sequence.threads):
             if thread.state is State.RUNNING:
                 token = target.token(thread.path, thread.num_tokens, sequence.banned(thread.number))
-                sequence.accept(thread.number, token)
+                sequence.accept_token(thread.number, token)
     return sequence
 
 
@@ -380,7 +380,7 @@ class MarkedStages:
         self.widest = self.most_threads = 0
 
     def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
-        timestep = self._stages.advance(number, self._enter(entering), passage, meanwhile)
+        timestep = self._stages.run_timestep(number, self._enter(entering), passage, meanwhile)
         self._verdicts.appendleft([update.number for update in entering.updates if update.verdict is not None])
         for index, model in enumerate(self.models):
             for request in self._verdicts[index if self._windows else 0]:
@@ -388,7 +388,7 @@ class MarkedStages:
         return dataclasses.replace(timestep, entered=entering, timing=TIMING)
 
     def close(self, last: StageMessage) -> None:
-        self._stages.close(last)
+        self._stages.end_session(last)
         self._verdicts.extend([[]] * len(self.models))
 
     def _enter(self, entering: StageMessage) -> StageMessage:
@@ -401,7 +401,7 @@ class MarkedStages:
             self._forests[number] = forest_of(self._new_sequence(update.opening)())
             self._prefill_rows[number], self._said[number] = update.opening.cached, update.opening.output_token_ids
         if update.verdict is not None:
-            self._forests[number].advance(update.verdict)
+            self._forests[number].replay(update.verdict)
         if step is not None:
             is_chunk = self._prefill_rows[number] < PROMPT + len(self._said[number])
             names = self._chunk_names(number, step) if is_chunk else self._row_names(number, step)

@@ -25,7 +25,7 @@ def enter(forest: Forest, *rows: tuple[str, int, int]) -> slice:
 
 def accept(forest: Forest, **texts: str) -> list[int] | None:
     """Returns the slots of the past that remain; None if these are all."""
-    _, _, past = forest.advance(Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())))
+    _, _, past = forest.replay(Verdict(tuple(Accepted(int(name[1:]), tuple(ids(text))) for name, text in texts.items())))
     return None if past is None else past.tolist()
 
 

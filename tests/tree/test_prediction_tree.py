@@ -58,7 +58,7 @@ def test_random_growth_and_verdicts_match_a_naive_tree(data: st.DataObject) -> N
             before = list(naive.paths)
             path = [before.index(tuple(before[0][:1] + walked[:depth])) for depth in range(len(walked) + 1)]
             kept = naive.advance(tokens)
-            advance = tree.advance(tokens)
+            advance = tree.advance_to(tokens)
             position += len(tokens)
             assert advance.committed.tolist() == path
             assert [before[row] for row in advance.kept] == kept
@@ -121,7 +121,7 @@ def test_a_verdict_of_another_tree_is_refused() -> None:
     tree = PredictionTree()
     tree.append(torch.tensor([1, 2]), torch.tensor([-1, 0]))
     with pytest.raises(ValueError, match="does not follow"):
-        tree.advance([5, 6])
+        tree.advance_to([5, 6])
 
 
 def test_all_rows_can_be_dropped_and_the_tree_planted_anew() -> None:

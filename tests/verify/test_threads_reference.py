@@ -76,7 +76,7 @@ class RecordingSequence(ThreadedSequence):
         super().__init__(bound, prompt_length, end_token_ids, max_tokens)
         self.before: dict[tuple[int, int], tuple[frozenset[int], int]] = {}
 
-    def accept(self, number: int, token: int) -> list[Start]:
+    def accept_token(self, number: int, token: int) -> list[Start]:
         self.before[number, self.threads[number].num_tokens] = self.banned(number), self.threads[number].next_position
         return super().accept(number, token)
 
