@@ -41,7 +41,7 @@ def doctor(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Examine this host: packages, GPUs, network, memory, ports, Redis, directories.
+    """Examine this host: packages, GPUs, network, memory, Redis, directories, programs.
 
     With --cluster, examine the hosts of the file side by side, compare them with each other, with the file and with the plan of
     a partition: free memory, parts of checkpoints, links between hosts, which are measured. Every problem comes with its mend.

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from pipedec.cli.options import ClusterFlags, cluster_options
 from pipedec.cli.show import Interrupts
+from pipedec.cli.show import console as progress
 from pipedec.client.running import Running
 from pipedec.client.watch import RunWatch
 from pipedec.core.errors import PipedecError, SchedulerLost, UserError
@@ -79,23 +80,23 @@ class _WatchedRun:
         self._doing = scheduler.activities()
 
     def frames(self) -> Iterator[Frame]:
-        """Until the run is stopped. Raises PipedecError if it has failed, or Redis is away for long."""
+        """Frames until the run has ended, or Redis is away for long; then says so."""
         watch = RunWatch()
-        while True:
-            try:
-                for frame in self._running.client.live():
-                    if frame["k"] == "stats":
-                        self._figures, self._status, self._doing = frame, self._scheduler.status(), self._scheduler.activities()
-                        watch.check(self._status)
-                    self._note(frame)
-                    yield frame
-            except PipedecError as error:
-                if self._status.state != "up":
-                    return
-                if not isinstance(error, SchedulerLost):
-                    raise
-                watch.outage(error)
-                time.sleep(_AGAIN_SECONDS)
+        try:
+            while True:
+                try:
+                    for frame in self._running.client.live():
+                        if frame["k"] == "stats":
+                            self._figures, self._status = frame, self._scheduler.status()
+                            self._doing = self._scheduler.activities()
+                            watch.check(self._status)
+                        self._note(frame)
+                        yield frame
+                except SchedulerLost as error:
+                    watch.outage(error)
+                    time.sleep(_AGAIN_SECONDS)
+        except PipedecError as error:
+            progress.print(f"The run {self._running.run_id} has ended: {error}.", soft_wrap=True)
 
     def _note(self, frame: Frame) -> None:
         match frame["k"]:

@@ -314,6 +314,7 @@ def test_up_status_submit_down(
     assert down.status == 0 and down.err == f"Cluster {state.run_id} is down.\n"
     assert not state.is_alive() and running_here() == []
     assert (log_directory(state.run_id) / "cluster.log").read_text().strip().endswith("Cluster stopped.")
+    top.until(f"The run {state.run_id} has ended")
     assert top.ended() == 0
 
 
