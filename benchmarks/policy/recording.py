@@ -209,14 +209,14 @@ class RecordedDrafter:
         self._memo, self._load, self._max_children, self._kv = memo, load, max_children, kv
         self._requests: dict[int, _RecordedRequest] = {}
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Begin a request; returns how many of ``token_ids``, the prompt and tokens accepted before, need not be computed."""
         request = _RecordedRequest(number, sequence, token_ids, sampling, self._memo(number), self._load, self._max_children)
         self._requests[number] = request
         lease = self._kv.allocate(number, token_ids, len(token_ids)) if self._kv is not None else None
         return 0 if lease is None else lease.cached
 
-    def close(self, number: int) -> None:
+    def close_lane(self, number: int) -> None:
         """Forget a request."""
         self._requests.pop(number).close()
         if self._kv is not None and self._kv.slots_of(number):
@@ -228,7 +228,7 @@ class RecordedDrafter:
             self._tell(number, token_ids)
         return [self._requests[entry.number].expand(entry) for entry in requested]
 
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune like the tree, in the draft model too if it is in use."""
         self._requests[number].advance(thread, changes)
         self._tell(number, changes.committed_ids)

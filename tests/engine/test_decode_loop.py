@@ -73,14 +73,14 @@ class Stages:
         self._results = list(results)
         self._filling = filling
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         self.log.append(sent(entering))
         self.are_computing = True
         meanwhile()
         self.are_computing = False
         return Timestep(number, entering, self._results.pop(0), TIMING if number > self._filling else None)
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         self.last = sent(last)
 
 

@@ -161,12 +161,12 @@ class NotedDrafter:
     def __init__(self) -> None:
         self.opened: list[int] = []
 
-    def open(self, number: int, sequence: object, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: object, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self.opened.append(number)
         return len(token_ids)
 
-    def close(self, number: int) -> None: ...
-    def advance(self, number: int, thread: int, changes: object) -> None: ...
+    def close_lane(self, number: int) -> None: ...
+    def follow_tree(self, number: int, thread: int, changes: object) -> None: ...
     def threads_changed(self, number: int) -> None: ...
     def forget_prefixes(self) -> None: ...
 
@@ -228,7 +228,7 @@ def test_a_request_that_three_epochs_did_not_outlive_is_refused_with_the_cause(p
     scheduler.open(DESCRIPTION, recovers=True)
     number, loop = scheduler.submit(REQUEST), loop_of(scheduler, pair)
     if is_new:
-        scheduler.take(1)
+        scheduler.pop_requests(1)
     for _ in range(3):
         if not is_new:
             with pytest.raises(EpochEnded):

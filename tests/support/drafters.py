@@ -29,11 +29,11 @@ class Switch(Controller):
 class IdleDrafter:
     """Takes no notice of what becomes of answers, and has cached nothing."""
 
-    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         return 0
 
-    def close(self, number: int) -> None: ...
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None: ...
+    def close_lane(self, number: int) -> None: ...
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None: ...
     def threads_changed(self, number: int) -> None: ...
     def forget_prefixes(self) -> None: ...
 
@@ -49,7 +49,7 @@ class ScriptedDrafter(IdleDrafter):
         self.prompt: list[int] = []
         self._bigrams = bigrams
 
-    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self.begun += 1
         return 0
 
@@ -76,7 +76,7 @@ class ScriptedDrafter(IdleDrafter):
         """What may follow ``row``."""
         return self._bigrams.get(tree.tokens_of([row])[0], RARE)
 
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
         self.skipped += changes.num_rows - len(self.drafted)
         self.drafted = {index for index, row in enumerate(changes.kept) if row in self.drafted}
 

@@ -58,7 +58,7 @@ class KnowingDrafter(IdleDrafter):
         self._sequences: dict[int, threads.Sequence] = {}
         self._prompt_lengths: dict[int, int] = {}
 
-    def open(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: threads.Sequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         assert number not in self.open_requests
         cached = self._chooser.randint(0, len(token_ids)) if self.adopts else 0
         self.open_requests[number], self.prompts[number] = ScriptedDrafter({}), [*token_ids[:cached]]
@@ -66,11 +66,11 @@ class KnowingDrafter(IdleDrafter):
         self.texts[number], self._prompt_lengths[number] = [*token_ids], sequence.prompt_length
         return cached
 
-    def close(self, number: int) -> None:
+    def close_lane(self, number: int) -> None:
         del self.open_requests[number]
 
-    def advance(self, number: int, thread: int, changes: RowChanges) -> None:
-        self.open_requests[number].advance(number, thread, changes)
+    def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
+        self.open_requests[number].follow_tree(number, thread, changes)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         for number, chunk in prompts.items():

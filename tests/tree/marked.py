@@ -248,11 +248,11 @@ class MarkedDrafter(IdleDrafter):
         self._random = random.Random(seed)
         self._sequences: dict[int, ThreadSequence] = {}
 
-    def open(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
+    def open_lane(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         self._sequences[number] = sequence
         return 0
 
-    def close(self, number: int) -> None:
+    def close_lane(self, number: int) -> None:
         del self._sequences[number]
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Tensor]) -> list[Candidates]:
@@ -379,7 +379,7 @@ class MarkedStages:
         self._verdicts: deque[list[int]] = deque([[]] * stages, maxlen=stages)  # the requests that had some, newest first
         self.widest = self.most_threads = 0
 
-    def advance(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
+    def run_timestep(self, number: int, entering: StageMessage, passage: int, meanwhile: Callable[[], None]) -> Timestep:
         timestep = self._stages.run_timestep(number, self._enter(entering), passage, meanwhile)
         self._verdicts.appendleft([update.number for update in entering.updates if update.verdict is not None])
         for index, model in enumerate(self.models):
@@ -387,7 +387,7 @@ class MarkedStages:
                 model.check_slots(request)
         return dataclasses.replace(timestep, entered=entering, timing=TIMING)
 
-    def close(self, last: StageMessage) -> None:
+    def end_session(self, last: StageMessage) -> None:
         self._stages.end_session(last)
         self._verdicts.extend([[]] * len(self.models))
 
