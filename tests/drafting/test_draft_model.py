@@ -132,7 +132,7 @@ def test_with_a_structure_only_what_it_allows_is_a_candidate(pair: Pair) -> None
     allowed = {(): {3, 5, 40, 63}, (5,): {7}, (5, 7): set(), (3,): set(range(VOCAB)) - {9}}
     root = 12
     grammar = ToyStructure(lambda said: frozenset({root} if not said else allowed[said[1:]]))
-    grammar.advance((root,))
+    grammar.consume((root,))
     draft, tree = DraftModel(pair.ours), PredictionTree()
     draft.open_lane(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})
@@ -156,7 +156,7 @@ def test_of_tokens_that_are_sampled_it_knows_the_noise(pair: Pair) -> None:
         return frozenset(token for token in range(VOCAB) if (token + len(said) + 1) % 3)
 
     grammar = ToyStructure(rule)
-    grammar.advance((9,))
+    grammar.consume((9,))
     for seed, structure in itertools.product(range(4), (None, grammar)):
         sampling = SamplingParams(1.5, seed=seed)
         draft, tree = DraftModel(pair.ours), PredictionTree()
@@ -198,7 +198,7 @@ def test_where_a_structure_allows_only_unknown_tokens_nothing_is_proposed(pair: 
     """The target's token 0 is unknown, too: it is not the draft's."""
     vocabulary = DraftVocabulary.create(torch.arange(1, VOCAB), 1000, "abc")
     grammar = ToyStructure(lambda said: frozenset({0} if said else {9}))
-    grammar.advance((9,))
+    grammar.consume((9,))
     draft, tree = DraftModel(pair.ours, vocabulary=vocabulary), PredictionTree()
     draft.open_lane(0, Sequence(len(PROMPT), (), 1000, grammar), PROMPT, SamplingParams())  # type: ignore[arg-type]
     draft.expand([], {0: PROMPT})

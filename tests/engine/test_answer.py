@@ -265,7 +265,7 @@ def test_an_end_token_that_only_the_tokenizer_knows_ends_answers(tmp_path: Path)
     [end] = Prompter(TARGET, 2048).tokenizer.encode(END, add_special_tokens=False)
     for params, ends in ((SamplingParams(), "stop"), (SamplingParams(ignore_eos=True), None)):
         sequence = sequences.maker(3, params)()
-        sequence.accept(0, end)
+        sequence.accept_token(0, end)
         assert sequence.finished == ends
     sequences.check(structure)
     sequences.maker(3, SamplingParams(structured_outputs=structure))()
@@ -283,7 +283,7 @@ def test_what_ends_a_thread_is_what_ends_an_answer() -> None:
     ):
         for dialect in (None, load_dialect("apar").to_json()):
             sequence = sequences.maker(3, params, dialect)()
-            sequence.accept(0, token)
+            sequence.accept_token(0, token)
             assert (sequence.finished == "stop") == ends and sequence.can_fork == (dialect is not None)
     new_sequence = sequences.maker(3, SamplingParams(max_tokens=7))
     assert new_sequence() is not new_sequence()

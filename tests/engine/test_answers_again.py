@@ -130,7 +130,7 @@ class Telling:
                 rows += [((token, -float(first + index)),) for index, token in enumerate(said)]
                 accepted.append(Accepted(thread.number, tuple(said)))
                 for token in said:
-                    self._sequence.accept(thread.number, token)
+                    self._sequence.accept_token(thread.number, token)
         return Verdict(tuple(accepted), self._sequence.finished), tuple(rows)
 
 

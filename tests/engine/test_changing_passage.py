@@ -78,11 +78,11 @@ def test_every_result_is_returned_once_and_those_of_a_request_one_by_one() -> No
     returned: list[int] = []
     for number in range(1, 400):
         passage = drawn.choice(LENGTHS) if number % 7 == 0 else LENGTHS[number // 100 % len(LENGTHS)]
-        results = pipeline.advance(number, EMPTY, passage, lambda: None).results
+        results = pipeline.run_timestep(number, EMPTY, passage, lambda: None).results
         assert len({one.number for one in results}) == len(results)
         returned += [token for one in results if one.verdict is not None for token in one.verdict.tokens]
     assert returned == list(range(1, len(returned) + 1)) and len(returned) > 300
     assert tasks.most <= max(LENGTHS)
     for number in range(400, 440):
-        pipeline.advance(number, EMPTY, LENGTHS[0], lambda: None)
+        pipeline.run_timestep(number, EMPTY, LENGTHS[0], lambda: None)
     assert len(tasks.in_flight) <= max(LENGTHS)

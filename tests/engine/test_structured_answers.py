@@ -95,7 +95,7 @@ def expected(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ..
         allowed = sequence.grammar.allowed()
         banned = {token for token in range(len(logits)) if token not in allowed}
         said.append(choose(logits, prompt, said, sampling, banned=banned))
-        sequence.accept(0, said[-1])
+        sequence.accept_token(0, said[-1])
         past, ids = output.past_key_values, torch.tensor([[said[-1]]])
     return tuple(said)
 
