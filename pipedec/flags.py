@@ -27,7 +27,7 @@ from pipedec.core.values import choices, members, range_of, value_of
 Command = TypeVar("Command", bound=Callable[..., Any])
 Option = Callable[[Any], Any]  # a decorator that adds one option to a command
 ON_OFF = "on|off"  # the metavar of a truth value that is written as one of these words
-_BENCH_PACKAGES = ("matplotlib", "pandas")  # of the extra ``bench``
+_BENCH_PACKAGES = ("matplotlib", "pandas")  # what the extra ``bench`` installs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 GIGA = 1_000_000_000
-_SMALLEST_SHARE = 0.95  # of the memory on the data sheet: drivers keep some of it
+_SMALLEST_SHARE = 0.95  # share of the memory on the data sheet; drivers keep some of it
 
 
 @dataclass(frozen=True)

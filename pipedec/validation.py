@@ -95,9 +95,9 @@ def parse_json(kind: type[Config], text: str | bytes, source: str = "") -> Confi
     A mistake is a UserError of one line that begins with ``source``, for example the path of the file.
     """
     try:
-        if issubclass(kind, msgspec.Struct):  # of a dataclass it would ignore unknown keys
+        if issubclass(kind, msgspec.Struct):  # for a dataclass it would ignore unknown keys
             return cast(Config, _decoder(cast(Any, kind)).decode(text))
-    except UserError as error:  # of ``__post_init__``
+    except UserError as error:  # raised by ``__post_init__``
         raise UserError(joined(source, str(error))) from None
     except (msgspec.DecodeError, ValueError, RecursionError):
         pass  # read again to name the mistake

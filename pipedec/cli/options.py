@@ -253,8 +253,8 @@ def request_options(command: Command) -> Command:
     """Add the options of a request and those of the methods; the command gets them as ``asked``."""
     own: dict[str, Option] = {}
     for name in OPTION_NAMES:
-        meanings: dict[str, list[str]] = {}  # of the option, with the methods that take it so and their defaults
-        hints: list[Any] = []  # of all these methods
+        meanings: dict[str, list[str]] = {}  # what the option means, with the methods that take it so and their defaults
+        hints: list[Any] = []  # the types that these methods take
         for entry in METHODS.values():
             if name in entry.option_names:
                 hint, default = field_hints(entry.options)[name], getattr(entry.options(), name)

@@ -112,7 +112,7 @@ class Limits:
             ON_OFF,
         ),
     ] = True
-    tree: LayerTreeOptions | None = None  # of pipedec and stpp; None for their own defaults
+    tree: LayerTreeOptions | None = None  # for pipedec and stpp; None for their own defaults
 
     def __post_init__(self) -> None:
         _ = self.kv_cache_bytes
@@ -280,7 +280,7 @@ def _plain(value: Any) -> Any:
 
 
 _TREE = {"models": Models, "cut": Cut, "limits": Limits, "numbers": Numbers, "speculation": Speculation, "cluster": Cluster}
-GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fields(kind)}  # of every setting, by name
+GROUPS = {setting.name: group for group, kind in _TREE.items() for setting in fields(kind)}  # the group of every setting, by name
 SETTINGS = {  # the annotated type of every setting, by name
     name: hint for kind in _TREE.values() for name, hint in get_type_hints(kind, include_extras=True).items()
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedec.scheduler import FrameBatch, RunStatus
 
-VERSION = 1  # of the frames
+VERSION = 1  # version of the frames
 Frame = dict[str, Any]
 
 STATS_SECONDS = 1.0  # between two frames of figures, and two renewals of the watcher's lease

@@ -58,7 +58,7 @@ def rank_needs(spec: PipelineSpec, rank: int) -> RankNeeds:
     start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else spec.layers[rank - 1]
     token_bytes = (stop - start) * costs.layer_token_bytes
     held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(spec.layers)))
-    beyond_the_slots = spec.kv_block * token_bytes  # of the pool: a learned prompt, and unused slots
+    beyond_the_slots = spec.kv_block * token_bytes  # memory of the pool for a learned prompt, and unused slots
     return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
 
 

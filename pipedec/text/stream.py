@@ -77,7 +77,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._token_ids: list[int] = []  # from a few tokens before the next piece on, so that spaces between words are right
-        self._num_emitted = 0  # of these, tokens whose text has been returned
+        self._num_emitted = 0  # how many of them have had their text returned
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens and return the text that is now final."""

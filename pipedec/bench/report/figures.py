@@ -33,7 +33,7 @@ PARTS = {
 }
 _OTHER_PART = "#56B4E9"
 _PIPELINE_GAP = 0.5  # bars
-_BARS_SHARE = 0.84  # of the room of a prompt set
+_BARS_SHARE = 0.84  # share of a prompt set's room that its bars take
 
 
 def colors(variants: Sequence[frames.Variant]) -> list[str]:

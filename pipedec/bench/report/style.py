@@ -32,7 +32,7 @@ FORMATS = (".png", ".svg")
 _AXIS_POINTS = 50  # the space of numbers and label left of the axes
 _LEGEND_INCHES = 0.16  # a row
 _DPI = 220
-_CLEARANCE = 0.065  # of the length of an axis
+_CLEARANCE = 0.065  # least share of an axis between its last label and the one before
 
 PROMPT_SETS = {
     "humaneval": "HumanEval",

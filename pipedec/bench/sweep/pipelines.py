@@ -28,7 +28,7 @@ from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.spec import PipelineSpec
 
 _SMALL_MODEL, _ITS_DEVICE = "llama-3.1-8b", "l40"  # emulated by ``slm``: the paper's choice (§4.2)
-_DIGITS = 12  # of a digest in a row
+_DIGITS = 12  # digits of a digest in a row
 
 
 @dataclass(frozen=True)

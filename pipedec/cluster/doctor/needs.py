@@ -19,14 +19,14 @@ from pipedec.hardware import DEVICES
 from pipedec.plan.partition import Plan, StagePlan
 from pipedec.plan.placement import rank_places, spare_places
 
-PROCESS_BYTES = 1_000_000_000  # of RAM for a rank's process with torch, besides weights
+PROCESS_BYTES = 1_000_000_000  # RAM of a rank's process with torch, besides weights
 
 
 @dataclass(frozen=True)
 class GpuNeed:
     """The memory that ranks need on one GPU."""
 
-    index: int  # of the GPU among those of the host that torch can use
+    index: int  # the GPU's number among those of the host that torch can use
     ranks: tuple[int, ...]  # on this GPU
     least_bytes: int  # to start: weights, workspace, and keys and values of one request
     planned_bytes: int  # with the keys and values of the plan
@@ -41,7 +41,7 @@ class HostNeeds:
     gpus: tuple[GpuNeed, ...] = ()  # by their index
     memory_bytes: int = 0  # RAM to load weights: processes, weights that stay in RAM, the largest tensor for each rank
     checkpoint_bytes: int = 0  # that the ranks read of target and draft
-    layers: tuple[tuple[int, int], ...] = ()  # of every stage, as in ``rank_parts``
+    layers: tuple[tuple[int, int], ...] = ()  # the layers of every stage, as in ``rank_parts``
     models: Mapping[str, str | None] = field(default_factory=dict)  # checkpoints by key; None for a model without weights
     targets: tuple[str, ...] = ()  # other hosts to which the ranks send
 
