@@ -44,7 +44,7 @@ _LEVELS = 127  # the largest int8
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-PROTOCOL = "pipedec9"
+PROTOCOL = "pipedec8"
 _PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -64,16 +64,23 @@ class TensorHead(Record, frozen=True, array_like=True):
 
 
 class MessageHead(Record, frozen=True, array_like=True):
-    """The updates of a message without their steps, each with its number of rows, and the tensors, in the order in which rows and
+    """The updates of a message, with the number of rows in place of each step, and its tensors, in the order in which rows and
     elements follow.
     """
 
-    updates: tuple[tuple[RequestUpdate, Count], ...]
+    updates: tuple[RequestUpdate, ...]
     tensors: tuple[TensorHead, ...] = ()
 
 
+class _Announced(Step):
+    """Rows that follow the JSON, which has only their number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(MessageHead)
+_decoder = msgspec.json.Decoder(MessageHead, dec_hook=lambda _, count: _Announced(msgspec.convert(count, Count)))
 
 
 class Prefix(NamedTuple):
@@ -173,9 +180,7 @@ def pack_message(
         TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in message.tensors.items()
     )
     _check_tensors(tensor_heads)
-    updates = tuple(
-        (one, 0) if one.step is None else (structs.replace(one, step=None), one.step.num_rows) for one in message.updates
-    )
+    updates = tuple(structs.replace(one, step=0 if one.step is None else one.step.num_rows) for one in message.updates)
     text = _padded(_encoder.encode(MessageHead(updates, tensor_heads))) if updates or tensor_heads else b""
     tensors = b"".join(_padded(_array(tensor)) for tensor in message.tensors.values())
     head: list[Buffer] = [text, tensors]
@@ -232,17 +237,19 @@ def unpack_message(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> Sta
         decoded = _decoder.decode(head[: prefix.text_bytes].data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
         raise ValueError("its head cannot be read") from None
-    counts = [count for _, count in decoded.updates]
+    counts = [one.step.count if isinstance(one.step, _Announced) else 0 for one in decoded.updates]
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    if len({update.number for update, _ in decoded.updates}) < len(counts):
+    if len({update.number for update in decoded.updates}) < len(counts):
         raise ValueError("it has two updates of one request")
     steps: Iterator[Step] = iter(())
     if prefix.rows:
         ids = head[prefix.text_bytes : prefix.text_bytes + prefix.rows * ROW_ID_BYTES].view(np.int64)
         token_ids, parents, threads = map(torch.from_numpy, ids.reshape(NUM_ROW_IDS, prefix.rows))
         steps = iter(Step(token_ids, parents, hidden_RE, threads).split([count for count in counts if count]))
-    updates = tuple(structs.replace(one, step=next(steps)) if count else one for one, count in decoded.updates)
+    updates = tuple(
+        structs.replace(one, step=next(steps) if count else None) for one, count in zip(decoded.updates, counts, strict=True)
+    )
     tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, decoded.tensors)
     return StageMessage(updates, ends_session, tensors=tensors)
 
