@@ -26,6 +26,7 @@ from pipedec.core.stage_message import RequestUpdate
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Drafter, Experience, Resources, Scheduler
 from pipedec.device import HostDevice
+from pipedec.engine import request_queue
 from pipedec.engine.admission import Admission
 from pipedec.engine.build import load_prompter, resolve
 from pipedec.engine.draft_loop import DraftLoop
@@ -133,8 +134,9 @@ def loop_of(scheduler: FreshRun, pair: Pair, load_drafter: Callable[[], Drafter]
     return DraftLoop(wiring, admission, requests, load_drafter=load_drafter)
 
 
-def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair) -> None:
+def test_a_stop_that_comes_with_the_end_of_a_request_is_obeyed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler hands a rank its next message with the reply to a report; here that message is the stop."""
+    monkeypatch.setattr(request_queue, "_LOOK_SECONDS", 60.0)  # on a busy machine it might take the second request before
     scheduler = EndsAtOnce(FreshRun.stop)
     first, second = scheduler.submit(REQUEST), scheduler.submit(REQUEST)
     loop_of(scheduler, pair).serve(NO_TRANSPORT)
