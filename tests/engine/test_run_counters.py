@@ -1,27 +1,27 @@
-"""The counters of a run, by kind of row and depth below the root; and those of a request, from the steps that enter."""
+"""The counters of a run, by kind of row and depth below the root; and those of a request."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from pipedec.decoding.request_state import POSITIONS, Tally
-from pipedec.engine.counters import ROW_BOUNDS, SECOND_BOUNDS, Counters, RunCounters
 from support.tiny_pair import Pair
 
-from pipedec.core.completion import Metrics
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.stage_message import RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Batch, TimestepTiming
+from pipedec.decoding import Experience, Request, Resources, Scheduler, TimestepTiming
+from pipedec.decoding.events import Advanced, Record, Timestep
+from pipedec.decoding.method import POSITIONS, Tally
 from pipedec.engine.local import LocalPipeline
-from pipedec.engine.loop import Advanced, Record, RequestEnded, RequestOpened, Timestep, Waits
+from pipedec.engine.run_counters import ROW_BOUNDS, SECOND_BOUNDS, RunCounters
 from pipedec.kv import KVManager
 from pipedec.messages.stats import RunStats
 from pipedec.methods import StaticTreeOptions
-from pipedec.threads import Sequence
+from pipedec.threads import Sequence, replay
 
 PROMPT = tuple(range(5, 105))
 SAMPLING = SamplingParams(max_tokens=13, ignore_eos=True)
@@ -72,28 +72,29 @@ def test_accepted_tokens_by_position(pair: Pair) -> None:
 def test_tokens_of_a_long_row_of_hits() -> None:
     tally = Tally()
     for depth in range(0, 40, 4):
-        tally.accept(depth, 4)
+        tally.count_accepted(depth, 4)
     assert tally.accepted_tokens == 40 and tally.accepted_per_pos == [1] * POSITIONS
 
 
 def test_requests_without_kv_memory_wait() -> None:
-    batch = Batch(2, kv=KVManager(160, 16))
+    scheduler = Scheduler(Resources(Experience(2)), KVManager(160, 16))
     for number in range(2):
-        batch.open(TokenizedRequest(number, PROMPT, SAMPLING, "pp"), partial(Sequence, len(PROMPT), (), 13))
-    assert (batch.num_running, batch.num_waiting) == (0, 2)
-    batch.propose()
-    assert (batch.num_running, batch.num_waiting) == (1, 1)
-    batch.pause(0)
-    assert batch.num_waiting == 2 and batch.tally.pauses == 1
+        asked = TokenizedRequest(number, PROMPT, SAMPLING, "pp")
+        scheduler.open(scheduler.prepare(asked, partial(Sequence, len(PROMPT), (), 13)))
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 2)
+    scheduler.entering()
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    scheduler.pause(scheduler.requests[0])
+    assert scheduler.num_waiting == 2 and scheduler.tally.pauses == 1
 
 
 def test_timesteps_fall_into_buckets() -> None:
-    counters = RunCounters(Batch(2))
+    counters = RunCounters(Scheduler(Resources(Experience(2))))
 
     def note(rows: int, seconds: float | None) -> None:
         ids = torch.zeros(rows, dtype=torch.int64)
         entered = StageMessage((RequestUpdate(0, step=Step(ids, ids)),) if rows else ())
-        counters.note(Timestep(1, entered, timing=None if seconds is None else TimestepTiming(seconds, 0.0, ())))
+        counters.on_record(Timestep(1, entered, timing=None if seconds is None else TimestepTiming(seconds, 0.0, ())))
 
     for rows, seconds in ((1, None), (2, 0.0005), (3, 0.0006), (0, 9.0), (5000, 0.022)):
         note(rows, seconds)
@@ -109,53 +110,77 @@ def test_timesteps_fall_into_buckets() -> None:
 # Those of one request.
 
 
-def step(token_ids: list[int], parents: list[int]) -> Step:
-    return Step(torch.tensor(token_ids), torch.tensor(parents))
+@pytest.mark.parametrize("method", ["stpp", "pipedec", "pipedec-bestfirst", "bita"])
+def test_draft_tokens_are_all_rows_but_roots_and_masks_from_the_first_verdict_on(pipeline: LocalPipeline, method: str) -> None:
+    counted, begun = Counter[int](), set[int]()
+
+    def count(record: Record) -> None:
+        match record:
+            case Timestep():
+                for update in record.entered.updates:
+                    if update.step is not None and update.number in begun:
+                        counted[update.number] += int(((update.step.parents >= 0) & (update.step.token_ids >= 0)).sum())
+            case Advanced(request):
+                begun.add(request.number)
+
+    pipeline.scheduler.listeners.append(count)
+    stats_of(pipeline, *(TokenizedRequest(number, PROMPT[: 50 + number], SAMPLING, method) for number in range(3)))
+    assert {number: answer.metrics.draft_tokens for number, answer in pipeline.answers.items()} == counted
+    assert min(counted.values()) > 0
 
 
-def entered(*steps: Step) -> list[Record]:
-    return [Timestep(1, StageMessage((RequestUpdate(0, step=each),))) for each in steps]
+def scheduler_of(kv: KVManager, *seconds: float) -> Scheduler:
+    """``seconds`` is the time at every look at the clock."""
+    scheduler = Scheduler(Resources(Experience(1)), kv)
+    times = iter(seconds)
+    scheduler.now = lambda: next(times)
+    return scheduler
 
 
-def opened(cached: int = 0) -> RequestOpened:
-    request = TokenizedRequest(0, tuple(range(9)))
-    return RequestOpened(0, request, lambda: Sequence(9, (), 9), NewRequest(9, request.sampling, cached=cached))
+def begin(scheduler: Scheduler, number: int, *said: int, priority: int = 0) -> Request:
+    """A request for an answer of at most 30 tokens, of which some were ``said`` before."""
+    asked = TokenizedRequest(number, PROMPT[:9], SamplingParams(max_tokens=30), "pp", output_token_ids=said, priority=priority)
+
+    def new_sequence() -> Sequence:
+        sequence = Sequence(9, (), 30)
+        replay(sequence, said)
+        return sequence
+
+    request = scheduler.prepare(asked, new_sequence)
+    scheduler.open(request)
+    return request
 
 
-def advanced(timestep: int) -> Advanced:
-    return Advanced(0, Verdict.of(5), (), timestep)
-
-
-def counted(*records: Record) -> Metrics:
-    """The metrics of request 0, each of whose records comes a second after the one before."""
-    seconds = iter(range(9999))
-    counters, metrics = Counters(lambda: time[0]), Metrics()
-    time = [float(next(seconds))]
-    counters.begin(0, metrics)
-    for record in records:
-        time[0] = float(next(seconds))
-        counters.note(record)
-    return metrics
-
-
-END = RequestEnded(0, "length", hits=7, misses=2)
-
-
-def test_roots_and_masks_are_no_draft_tokens() -> None:
-    assert counted(opened(), advanced(1), END).draft_tokens == 0
-    steps = entered(step([7, 11, 12, -1, -2], [-1, 0, 0, 1, 3]), step([13], [-1]))
-    metrics = counted(opened(), advanced(1), *steps, END)
-    assert (metrics.draft_tokens, metrics.hits, metrics.misses) == (2, 7, 2)
-
-
-def test_draft_tokens_timesteps_and_seconds_count_from_the_first_verdict_on() -> None:
-    tree = step([7, 11, 12], [-1, 0, 0])
-    metrics = counted(opened(), *entered(tree), advanced(4), *entered(tree), advanced(9), END)
-    assert (metrics.draft_tokens, metrics.timesteps) == (2, 5)
-    assert (metrics.prefill_seconds, metrics.decode_seconds) == (3.0, 2.0)
+def test_timesteps_and_seconds_count_from_the_first_verdict_on() -> None:
+    scheduler = scheduler_of(KVManager(100, 1), 1.0, 4.0, 5.0, 6.5)
+    request = begin(scheduler, 0)
+    for timestep, token in ((4, 200), (6, 201), (9, 202)):
+        scheduler.entering()
+        scheduler.take(RequestUpdate(0, verdict=Verdict.of(token)), timestep)
+    assert request.metrics.timesteps == 5
+    assert (request.metrics.prefill_seconds, request.metrics.decode_seconds) == (3.0, 2.5)
 
 
 def test_a_request_that_waits_for_its_first_lane_is_not_paused() -> None:
-    metrics = counted(Waits(0), opened(cached=20), Waits(0), opened(cached=3), Waits(0), END)
-    assert metrics.pauses == 2
-    assert metrics.cached_tokens == 9, "of the prompt, when it first entered"
+    """Cached tokens are those of the prompt when it first entered."""
+    scheduler = scheduler_of(KVManager(60, 1), *range(99))
+    said, rest = tuple(range(200, 212)), tuple(range(212, 216))
+    begin(scheduler, 0)
+    scheduler.entering()
+    scheduler.take(RequestUpdate(0, verdict=Verdict.of(*said)), 1)
+    waiting = begin(scheduler, 1, *said, priority=1)
+    scheduler.entering()
+    assert not waiting.has_lane and waiting.metrics.pauses == 0
+    scheduler.take(RequestUpdate(0, verdict=Verdict.of(*rest, finished="stop")), 2)
+    scheduler.entering()
+    assert waiting.opening is not None and waiting.opening.cached > waiting.metrics.cached_tokens == 9
+    for number in (2, 3):
+        begin(scheduler, number)
+        scheduler.entering()
+        assert not waiting.has_lane
+        scheduler.take(RequestUpdate(number, verdict=Verdict.of(7, finished="stop")), number)
+        scheduler.take(RequestUpdate(1, verdict=Verdict.of(finished="paused")), number)
+        scheduler.forget_prefixes()
+        scheduler.entering()
+        assert waiting.opening is not None and waiting.opening.cached == 0
+    assert (waiting.metrics.pauses, waiting.metrics.cached_tokens, waiting.metrics.resumed_tokens) == (2, 9, 12)
