@@ -297,12 +297,12 @@ def test_every_sequence_of_a_structured_answer_has_a_grammar_of_its_own() -> Non
     one, other = new_sequence(), new_sequence()
     assert one.grammar is not None and other.grammar is not None
     first = next(iter(one.grammar.allowed()))
-    one.accept(0, first)
+    one.accept_token(0, first)
     assert one.grammar.allowed() == other.grammar.allowed([first])
     resumed = sequences.maker(3, sampling, output_token_ids=(first,))()
     assert resumed.grammar is not None and resumed.grammar.allowed() == one.grammar.allowed()
     while one.finished is None:
-        one.accept(0, next(iter(one.grammar.allowed())))
+        one.accept_token(0, next(iter(one.grammar.allowed())))
     assert (one.finished, one.main.token_ids[-1]) == ("stop", end)
     assert sampling.structured_outputs is not None
     sequences.check(sampling.structured_outputs, tuple(one.main.token_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 
 import pytest
 from support.processes import wait_until
@@ -10,7 +11,8 @@ from support.run_stats import run_stats
 from support.whole_scheduler import FreshRun
 
 from pipedec.config import Settings
-from pipedec.core.errors import PipedecError, SchedulerLost
+from pipedec.core.errors import PipedecError, SchedulerLost, UserError
+from pipedec.engine.admission import Arrived
 from pipedec.engine.request_queue import RequestQueue
 from pipedec.messages.events import CancelledEvent, ErrorEvent, Event, TokensEvent
 from pipedec.messages.run import RunDescription
@@ -42,12 +44,17 @@ class Losable(FreshRun):
         return [event for _, event in self.read_answer(number, "0", 0)]
 
 
+def admit(message: RankMessage) -> Arrived:
+    """Nobody looks at what is asked for here."""
+    return Arrived(message, UserError("asks for nothing"))
+
+
 def collect(queue: RequestQueue, limit: int, count: int) -> list[int]:
     """``count`` arrivals, asked for with ``limit`` in all."""
     numbers: list[int] = []
 
     def have_arrived() -> bool:
-        numbers.extend(message.number for message in queue.arrivals(limit - len(numbers)))
+        numbers.extend(arrived.message.number for arrived in queue.arrivals(limit - len(numbers)))
         return len(numbers) >= count
 
     assert wait_until(have_arrived, 5), numbers
@@ -61,7 +68,7 @@ def scheduler() -> Losable:
 
 def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler: Losable) -> None:
     scheduler.lease_ms = 600_000
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     numbers = [scheduler.submit("{}") for _ in range(3)]
     with queue.serving():
         assert collect(queue, 3, 3) == numbers
@@ -79,7 +86,7 @@ def test_events_of_many_answers_are_published_in_order_before_the_end(scheduler:
 
 
 def test_no_more_requests_are_taken_than_there_is_room_for(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     for index in range(10):
         scheduler.submit("{}", priority=index % 2)
     with queue.serving():
@@ -91,8 +98,30 @@ def test_no_more_requests_are_taken_than_there_is_room_for(scheduler: Losable) -
     assert scheduler.status().running == (0, 2, 4, 6, 10) and scheduler.status().waiting == 6
 
 
+def test_requests_are_admitted_beside_the_pipeline(scheduler: Losable) -> None:
+    """What cannot be answered arrives as well, with the reason."""
+    threads: set[int] = set()
+
+    def admit(message: RankMessage) -> Arrived:
+        threads.add(get_ident())
+        return Arrived(message, UserError(f"refuses {message.text}"))
+
+    queue, arrived = RequestQueue(scheduler, admit), list[Arrived]()
+    number = scheduler.submit("{}")
+
+    def has_arrived() -> bool:
+        arrived.extend(queue.arrivals(1))
+        return bool(arrived)
+
+    with queue.serving():
+        assert wait_until(has_arrived, 5)
+    [one] = arrived
+    assert one.message.number == number and str(one.admitted) == "refuses {}"
+    assert len(threads) == 1 and get_ident() not in threads
+
+
 def test_a_cancellation_is_told_once_and_the_request_runs_until_it_is_finished(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     scheduler.submit("{}")
     told: list[int] = []
 
@@ -115,7 +144,7 @@ def test_a_cancellation_is_told_once_and_the_request_runs_until_it_is_finished(s
 
 def test_a_request_cancelled_before_it_was_given_out_never_arrives(scheduler: Losable) -> None:
     """The thread has taken it, and the pipeline has not asked for it since."""
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     with queue.serving():
         assert queue.arrivals(1) == []
         number = scheduler.submit("{}")
@@ -127,7 +156,7 @@ def test_a_request_cancelled_before_it_was_given_out_never_arrives(scheduler: Lo
 
 
 def test_a_busy_pipeline_learns_of_the_stop_and_refuses_what_waits(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     numbers = [scheduler.submit("{}") for _ in range(3)]
     with queue.serving():
         assert collect(queue, 1, 1) == [0]
@@ -141,10 +170,10 @@ def test_a_busy_pipeline_learns_of_the_stop_and_refuses_what_waits(scheduler: Lo
 
 def test_a_lost_redis_or_run_is_an_error_of_the_next_call(scheduler: Losable) -> None:
     scheduler.is_lost = True
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     with pytest.raises(SchedulerLost), queue.serving():
         queue.put(0, TokensEvent([1], "a"))
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
 
     def goes_on() -> bool:
         queue.put(0, TokensEvent([1], "a"))
@@ -155,14 +184,14 @@ def test_a_lost_redis_or_run_is_an_error_of_the_next_call(scheduler: Losable) ->
     for call in (lambda: queue.arrivals(1), queue.cancelled, lambda: queue.wait(0), lambda: queue.refuse("")):
         with pytest.raises(SchedulerLost):
             call()
-    scheduler.is_lost, queue = False, RequestQueue(scheduler)
+    scheduler.is_lost, queue = False, RequestQueue(scheduler, admit)
     with pytest.raises(PipedecError, match="rank 1: out of memory"), queue.serving():
         scheduler.abort(1, "out of memory")
         wait_until(lambda: queue.arrivals(1), 5)
 
 
 def test_requests_of_a_dead_owner_end_while_others_go_on(scheduler: Losable) -> None:
-    queue = RequestQueue(scheduler)
+    queue = RequestQueue(scheduler, admit)
     numbers = [scheduler.submit("{}", owner=owner) for owner in ("front-end", "", "front-end")]
     with queue.serving():
         assert wait_until(lambda: queue.arrivals(2) != [] and scheduler.status().running == (0, 1), 5)

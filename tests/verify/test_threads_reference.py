@@ -78,7 +78,7 @@ class RecordingSequence(ThreadedSequence):
 
     def accept_token(self, number: int, token: int) -> list[Start]:
         self.before[number, self.threads[number].num_tokens] = self.banned(number), self.threads[number].next_position
-        return super().accept(number, token)
+        return super().accept_token(number, token)
 
 
 @torch.inference_mode()
