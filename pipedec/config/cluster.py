@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass, replace
@@ -15,7 +14,7 @@ from msgspec import Meta, json
 from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import AUTO, NONE, SETTINGS, Settings, Text
 from pipedec.core.errors import BadValue, UserError
-from pipedec.core.values import joined, shortened, unknown_name
+from pipedec.core.values import joined, unknown_name
 from pipedec.families import KNOWN_MODELS
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, LinkSpec
@@ -24,9 +23,11 @@ from pipedec.validation import parse_json, parse_yaml, read_text, validated
 Name = Annotated[
     str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,252}\Z", description="a name of letters, digits, '.', '_' and '-'")
 ]
-Environment = Mapping[str, str]
-
-
+_Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z", description="a variable's name of letters, digits and '_'")]
+Environment = Mapping[_Variable, str]
+_LINKS, _DEVICES = tuple(LINKS), tuple(DEVICES)
+LinkName = Literal[_LINKS]  # type: ignore[valid-type]
+DeviceName = Literal[_DEVICES]  # type: ignore[valid-type]
 Microseconds = Annotated[float, Meta(ge=0, le=1e9)]
 Gbps = Annotated[float, Meta(gt=0, le=1e9)]
 
@@ -60,12 +61,10 @@ class NetworkConfig:
     latency_us: Microseconds = 50.0
     bandwidth_gbps: Gbps = 10.0
     links: tuple[PairConfig, ...] = ()
-    within_server: Text = "pcie4"
+    within_server: LinkName = "pcie4"
     duplex: Literal["half", "full"] = "full"
 
     def __post_init__(self) -> None:
-        if self.within_server not in LINKS:
-            raise BadValue(f"within_server: {unknown_name('link', self.within_server, LINKS)}")
         for index, link in enumerate(self.links):
             if any(set(link.between) == set(earlier.between) for earlier in self.links[:index]):
                 raise BadValue(f"links[{index}]: {' and '.join(link.between)} are listed twice: list each pair once")
@@ -94,7 +93,7 @@ class ServerConfig:
     """
 
     host: Name
-    devices: Mapping[str, Annotated[int, Meta(ge=1, le=64)]]
+    devices: Mapping[DeviceName, Annotated[int, Meta(ge=1, le=64)]]
     ssh: Text | None = None
     hostname: Text | None = None
     interface: Name | None = None
@@ -102,12 +101,8 @@ class ServerConfig:
     environment: Environment = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for name in self.devices:
-            if name not in DEVICES:
-                raise BadValue(f"devices: {unknown_name('device', name, DEVICES)}")
         if self.ssh is not None and (self.ssh.startswith("-") or len(self.ssh.split()) != 1):
             raise BadValue("ssh: must be one destination, like host or user@host: options belong into ~/.ssh/config")
-        _check_environment(self.environment)
 
     @property
     def ssh_destination(self) -> str:
@@ -122,15 +117,6 @@ class LaunchConfig:
     directory: Text | None = None
     environment: Environment = field(default_factory=dict, hash=False)
 
-    def __post_init__(self) -> None:
-        _check_environment(self.environment)
-
-
-def _check_environment(variables: Environment) -> None:
-    for name in variables:
-        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
-            raise BadValue(f"environment: {shortened(name)!r} is no name of a variable: use letters, digits and '_'")
-
 
 @dataclass(frozen=True)
 class DeviceConfig:
@@ -141,13 +127,9 @@ class DeviceConfig:
     """
 
     host: Name
-    device: str
+    device: DeviceName
     count: Annotated[int, Meta(ge=1, le=64)] = 1
     shared: bool = False
-
-    def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise BadValue(f"device: {unknown_name('device', self.device, DEVICES)}")
 
 
 def _check_unshared(key: str, devices: Iterable[DeviceConfig]) -> None:
@@ -194,7 +176,7 @@ class ClusterConfig:
         partition: the partition to use if none is named; not needed if there is only one.
     """
 
-    servers: tuple[ServerConfig, ...]
+    servers: Annotated[tuple[ServerConfig, ...], Meta(min_length=1)]
     partitions: Mapping[str, PartitionConfig]
     settings: Settings
     network: NetworkConfig = NetworkConfig()
@@ -204,9 +186,6 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         hosts = [server.host for server in self.servers]
-        for key, given in (("servers", hosts), ("partitions", list(self.partitions))):
-            if not given:
-                raise BadValue(f"{key}: must not be empty")
         for host in hosts:
             if hosts.count(host) > 1:
                 raise BadValue(f"servers: host {host} is listed twice: list each host once")
@@ -363,7 +342,9 @@ def _document(name: str, kind: type, keys: Iterable[str], more: Mapping[str, Any
 
 
 _PartitionDocument: Any = _document("PartitionDocument", PartitionConfig, _PARTITION_KEYS, {})
-_ClusterDocument = _document("ClusterDocument", ClusterConfig, _FILE_KEYS, {"partitions": Mapping[Name, _PartitionDocument]})
+_ClusterDocument = _document(
+    "ClusterDocument", ClusterConfig, _FILE_KEYS, {"partitions": Annotated[Mapping[Name, _PartitionDocument], Meta(min_length=1)]}
+)
 
 
 def _relative_to(folder: Path, model: str) -> str:

@@ -73,13 +73,11 @@ def _shown(hint: Any, value: Any) -> str:
 def check_fields(record: Any, path: str = "") -> None:
     """Check the fields of a dataclass or a Struct that was made in Python. Raises BadValue as ``value_of``."""
     kind: Any = type(record)
-    hints = field_hints(kind)
-    values = {name: getattr(record, name) for name in hints}
+    values = {name: getattr(record, name) for name in field_hints(kind)}
     try:
         msgspec.convert(values, _without_rules(kind))
     except msgspec.ValidationError:
-        for name, hint in hints.items():
-            value_of(hint, values[name], joined(path, name, "."))
+        value_of(_without_rules(kind), values, path)
 
 
 @functools.cache
@@ -101,12 +99,19 @@ def _parts(hint: Any, value: Any, path: str) -> Iterator[tuple[Any, Any, str]]:
                 elif config is None or config.forbid_unknown_fields:
                     raise BadValue(joined(path, unknown_name("key", key, hints)))
         elif isinstance(value, dict) and arguments and issubclass(origin, Mapping):
-            yield from ((arguments[1], part, joined(path, str(key), ".")) for key, part in value.items())
+            for key, part in value.items():
+                if not _is_number(arguments[0]):  # which is written as text
+                    yield arguments[0], key, path
+                yield arguments[1], part, joined(path, str(key), ".")
         elif isinstance(value, list | tuple) and arguments and origin in (list, tuple):
             entries = arguments if origin is tuple and ... not in arguments else arguments[:1] * len(value)
             yield from (
                 (entry, part, f"{path}[{index}]") for index, (entry, part) in enumerate(zip(entries, value, strict=False))
             )
+
+
+def _is_number(hint: Any) -> bool:
+    return any(kind is int for kind, _ in members(hint))
 
 
 def _is_record(kind: Any) -> bool:
@@ -149,7 +154,7 @@ def allowed(hint: Any) -> str:
         described = next((one.description for one in ranges if one.description), None)
         if origin is tuple and ... not in arguments:
             words.append(f"a list of {len(arguments)}")
-        elif arguments and origin not in (Literal, list, tuple) and arguments[0] is not str:
+        elif arguments and origin not in (Literal, list, tuple) and _is_number(arguments[0]):
             words.append(f"a mapping from {allowed(arguments[0])}")
         elif origin is not Literal:
             words.append(described or _NAMES.get(origin, "a mapping") + within)

@@ -99,7 +99,7 @@ def test_command_prints_a_table_and_writes_rows(pair: Pair, tmp_path: Path) -> N
         ([], "no prompts: give --prompt TEXT or --prompts FILE"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
         (["--prompt", "a", "--stages", "9"], "9 stages, but the target has 8 layers"),
-        (["--prompt", "a", "--repeats", "0"], "'--repeats': 0 is not in the range"),
+        (["--prompt", "a", "--repeats", "0"], "'--repeats': must be an integer (at least 1), not 0"),
         (["--prompt", "a", "--out", "nowhere/rows.jsonl"], "there is no directory nowhere"),
         (["--prompt", "word " * 3000], "shorten the prompt"),
     ],

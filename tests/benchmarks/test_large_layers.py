@@ -79,9 +79,9 @@ def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused() -> None:
     for flags, words in (
         ({"model": "gpt-2"}, "unknown model 'gpt-2': choose one of llama-3.1-405b, llama-3.1-70b"),
-        ({"dtype": "float8"}, "--dtype float8: choose one of float32, bfloat16, float16"),
-        ({"rows": (1, 0)}, "--rows must be at least 1"),
-        ({"tree_rows": ()}, "--tree-rows must have at least one entry"),
+        ({"dtype": "float8"}, "dtype: must be one of float32, bfloat16, float16, not 'float8'"),
+        ({"rows": (1, 0)}, r"rows\[1\]: must be an integer \(at least 1\), not 0"),
+        ({"tree_rows": ()}, r"tree_rows: must be a list \(not empty\), not \(\)"),
     ):
         with pytest.raises(UserError, match=words):
             LayersConfig(**flags)  # type: ignore[arg-type]

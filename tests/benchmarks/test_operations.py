@@ -55,9 +55,9 @@ def test_a_tree_has_the_size_asked_for_and_room_for_a_layer(size: int) -> None:
 
 def test_impossible_settings_are_refused() -> None:
     for flags, words in (
-        ({"sizes": (32, 0)}, "--sizes must be at least 1"),
+        ({"sizes": (32, 0)}, r"sizes\[1\]: must be an integer \(at least 1\), not 0"),
         ({"heads": 5}, "--heads 5 must be a multiple of --kv-heads 2"),
-        ({"device": "tpu"}, "--device tpu: choose one of auto, cpu, cuda"),
+        ({"device": "tpu"}, "device: must be one of auto, cpu, cuda, not 'tpu'"),
     ):
         with pytest.raises(UserError, match=words):
             OperationsConfig(**flags)  # type: ignore[arg-type]

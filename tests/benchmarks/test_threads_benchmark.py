@@ -180,7 +180,7 @@ def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_pa
     [
         ({"dialects": ("none", "esperanto")}, "unknown dialect 'esperanto'"),
         ({"dialects": ("apar", "apar")}, "--dialects names a dialect twice"),
-        ({"samples": 0}, "--samples must be at least 1"),
+        ({"samples": 0}, r"samples: must be an integer \(at least 1\)"),
     ],
 )
 def test_refuses_what_cannot_work(changes: dict[str, Any], message: str) -> None:

@@ -262,7 +262,10 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
         (["--config", "missing.yaml"], "missing.yaml: no such file"),
         (["--partition", "pair"], "give --config"),
         (["--target", "TARGET", "--draft", "none"], "give --redis URL or set PIPEDEC_REDIS_URL"),
-        (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"], "'2;6' is not a valid integer"),
+        (
+            ["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"],
+            "[0]: must be an integer (1 to 100000), not '2;6'",
+        ),
         (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--stages", "2"], "5 processes, but 2 stages"),
     ],
 )

@@ -92,7 +92,7 @@ _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "orig
             r"^rank 1 \(stage 1\) has 256\.0 KiB for keys and values, 512 tokens of 512 bytes, but one request of 1,000 tokens "
             r"needs 536\.0 KiB: give a larger --kv-cache-memory, or a smaller --max-model-len$",
         ),
-        ({"kv_cache_memory": 0}, r"^kv_cache_memory: must be at least 1, not 0$"),
+        ({"kv_cache_memory": 0}, r"^kv_cache_memory: must be a string \(not empty\) or an integer \(at least 1\), not 0$"),
     ],
 )
 def test_a_budget_that_cannot_work_is_refused_with_the_numbers(pair: Pair, limits: dict[str, int], message: str) -> None:

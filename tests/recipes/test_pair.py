@@ -100,7 +100,7 @@ def test_growing_does_not_change_the_function() -> None:
     ("flags", "message"),
     [
         (["pair", "--problems", "nowhere.jsonl"], "--problems nowhere.jsonl: there is no such file"),
-        (["pair", "--steps-scale", "0"], "'--steps-scale': 0.0 is not in the range"),
+        (["pair", "--steps-scale", "0"], "'--steps-scale': must be a number (above 0), not 0.0"),
         (["draft", "--draft", "none"], "to continue"),
         (["bita", "--target", "nowhere"], "nowhere is not a directory"),
     ],

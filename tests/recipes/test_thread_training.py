@@ -199,7 +199,7 @@ def test_a_draft_learns_from_its_tuned_target(pair: Pair, tmp_path: Path) -> Non
     [
         ([], "cannot read absent.jsonl"),
         (["--also", "pasta"], "--also pasta: give DIALECT=FILE"),
-        (["--max-length", "0"], "'--max-length': 0 is not in the range"),
+        (["--max-length", "0"], "'--max-length': must be an integer (at least "),
         (["--form", "unrolled", "--also", "pasta=x"], "which pasta has"),
         (["--target", "nowhere"], "nowhere is not a directory"),
     ],

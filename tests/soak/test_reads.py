@@ -80,5 +80,5 @@ def test_what_is_over_budget_is_named_and_bad_numbers_are_refused() -> None:
         "pipedec with 2 requests: stage 1 reads 2.5 times",
         "pipedec with 2 requests: 3 operations on tensors of host and device",
     ]
-    with pytest.raises(UserError, match="--requests must be at least 1"):
+    with pytest.raises(UserError, match=r"requests\[0\]: must be an integer \(at least 1\)"):
         ReadsConfig(("pp",), (0,), "Hello")

@@ -147,7 +147,7 @@ class Said:
         ([], "no prompts to learn from: give --prompts FILE"),
         (["--problems", "x.jsonl"], "in a checkout of pipedec, use python -m recipes.reference_models draft"),
         (["--prompts", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
-        (["--prompts", "x.jsonl", "--steps", "0"], "'--steps': 0 is not in the range"),
+        (["--prompts", "x.jsonl", "--steps", "0"], "'--steps': must be an integer (at least 1), not 0"),
         (["--prompts", "x.jsonl", "--target", "nowhere", "--draft", "nowhere"], "nowhere"),
         (["--prompts", "x.jsonl", "--draft", "none"], "to continue"),
     ],

@@ -150,10 +150,10 @@ def test_processes_of_torchrun_share_the_work(pair: Pair, tmp_path: Path) -> Non
     ("flags", "message"),
     [
         (["--hidden-size", "100"], "--hidden-size must be a multiple of 64, not 100"),
-        (["--layers", "0"], "'--layers': 0 is not in the range"),
-        (["--vocabulary", "1"], "'--vocabulary': 1 is not in the range"),
+        (["--layers", "0"], "'--layers': must be an integer (at least 1), not 0"),
+        (["--vocabulary", "1"], "'--vocabulary': must be an integer (at least 2), not 1"),
         (["--draft", "here", "--layers", "2"], "--draft continues a draft, whose size is given"),
-        (["--batch", "0"], "'--batch': 0 is not in the range"),
+        (["--batch", "0"], "'--batch': must be an integer (at least 1), not 0"),
     ],
 )
 def test_mistakes_are_told(pair: Pair, flags: list[str], message: str, tmp_path: Path) -> None:

@@ -274,11 +274,11 @@ def test_command_takes_several_bita_with_shapes_and_depths(pair: Pair, wide_bita
     ("changes", "message"),
     [
         ({"methods": ("warp",)}, "unknown method 'warp': choose one of pp, "),
-        ({"clock": "sundial"}, "--clock sundial: choose one of measured, computed"),
+        ({"clock": "sundial"}, "clock: must be one of measured, computed, not 'sundial'"),
         ({"presets": ("paper-15",)}, "paper-15"),
         ({"presets": ()}, "without --preset nothing is emulated"),
         ({"bita": (Path("bita"),)}, "--bita needs the method bita: add it to --methods"),
-        ({"samples": 0}, "--samples must be at least 1"),
+        ({"samples": 0}, r"samples: must be an integer \(at least 1\)"),
     ],
 )
 def test_refuses_what_cannot_work(pair: Pair, changes: dict[str, Any], message: str) -> None:
@@ -298,10 +298,13 @@ def test_trees_that_a_bita_cannot_have_are_refused_before_anything_is_measured(
         with pytest.raises(UserError, match=message):
             sweep(replace(chosen, **changes), PROMPTS, tmp_path, Silent())
     assert not (tmp_path / "rows.jsonl").exists()
-    for limits, message in (({"widths": (0,)}, "--widths must be at least 1"), ({"forwards": 0}, "forwards: must be between 1")):
+    for limits, message in (
+        ({"widths": (0,)}, r"widths\[0\]: must be an integer \(at least 1\)"),
+        ({"forwards": 0}, r"forwards: must be an integer \(1 to 8\)"),
+    ):
         with pytest.raises(UserError, match=message):
             TreeGrid(**limits)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="shape: must be one of likeliest, efficient, straightforward, full, not round"):
+    with pytest.raises(UserError, match=r"shapes\[1\]: must be one of likeliest, efficient, straightforward, full, not 'round'"):
         TreeGrid(shapes=("efficient", "round"))
 
 
