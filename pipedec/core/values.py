@@ -24,18 +24,15 @@ from pipedec.core.errors import BadValue
 from pipedec.core.records import LARGEST
 
 _NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "true or false",
-    list: "a list",
-    tuple: "a list",
-    dict: "a mapping",
-    type(None): "empty",
-}
+    int: "an integer", float: "a number", str: "a string", bool: "true or false", list: "a list", tuple: "a list",
+    dict: "a mapping", type(None): "empty",
+}  # fmt: skip
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 1  # the inside of a list or a mapping may hold a password
-_LIMITS = (("ge", "at least"), ("gt", "above"), ("le", "at most"))
+_LIMITS = {
+    "ge": "at least {:.12g}", "gt": "above {:.12g}", "le": "at most {:.12g}", "max_length": "length at most {}",
+    "min_length": "not empty",
+}  # fmt: skip
 
 
 def value_of(hint: Any, value: Any, path: str = "") -> Any:
@@ -65,9 +62,8 @@ def _shown(hint: Any, value: Any) -> str:
     kinds = [kind for kind, _ in members(hint)]
     if value is not None and (str not in kinds or type(value) in kinds):
         return _SHORT.repr(value)
-    return _NAMES.get(type(value), f"a {type(value).__name__}") + ": quote it" * (
-        not isinstance(value, dict | list | tuple | None)
-    )
+    can_be_quoted = not isinstance(value, dict | list | tuple | None)
+    return _NAMES.get(type(value), f"a {type(value).__name__}") + ": quote it" * can_be_quoted
 
 
 def check_fields(record: Any, path: str = "") -> None:
@@ -163,15 +159,10 @@ def allowed(hint: Any) -> str:
 
 def range_words(ranges: Iterable[Meta]) -> str:
     """Ranges of a type like ``1 to 9``, ``above 0, at most 1``; empty without any."""
-    found: dict[str, Any] = {}
-    for one in ranges:
-        found |= {
-            name: limit for name in ("ge", "gt", "le", "min_length") if (limit := getattr(one, name)) not in (None, LARGEST)
-        }
+    found = {name: limit for one in ranges for name in _LIMITS if (limit := getattr(one, name)) not in (None, LARGEST)}
     if "ge" in found and "le" in found:
         return f"{found['ge']:.12g} to {found['le']:.12g}"
-    words = [f"{word} {found[name]:.12g}" for name, word in _LIMITS if name in found]
-    return ", ".join(words + ["not empty"] * ("min_length" in found))
+    return ", ".join(_LIMITS[name].format(limit) for name, limit in found.items())
 
 
 def range_of(hint: Any) -> str:
