@@ -117,7 +117,7 @@ def test_bad_sampling_parameters(values: Any, message: str) -> None:
         ("{}", "the request: prompt: missing"),
         ({"prompt": 5}, "the request: prompt: must be a string or a list, not an integer: quote it"),
         ({"prompt": "\ud800"}, "the request: not valid JSON"),
-        ({"prompt": "a", "tenant": ""}, "the request: tenant: must be a string (not empty), not ''"),
+        ({"prompt": "a", "tenant": ""}, "the request: tenant: must be a string (length at most 64, not empty), not ''"),
         ({"prompt": "a", "tenant": "x" * 65}, "the request: tenant: must be a string (length at most 64, not empty), not 'xxx"),
         ({"prompt": "a", "tenant": 5}, "the request: tenant: must be"),
         ({"prompt": "a", "promt": "b"}, "the request: unknown key 'promt': did you mean prompt?"),
