@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import click
 
-from pipedec.bench.options import Preset, StageCount
+from benchmarks.output import Preset, StageCount
 from pipedec.bench.record import check_writable
 from pipedec.bench.sweep.pipelines import emulated
 from pipedec.cli.benchmarks.shared import EmulatedClusterFlags

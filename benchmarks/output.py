@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+import os
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rich.console import Console
 from rich.table import Table
 
-from pipedec.bench.record import Row, append_rows, plain
+from pipedec.bench.options import Positive
+from pipedec.bench.record import ROWS_FILE, Row, append_rows, plain
 from pipedec.bench.report.style import save
-from pipedec.core.errors import PipedecError
+from pipedec.cli.benchmarks.shared import print_files
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.flags import Help
 from pipedec.messages.run import RunDescription
 
@@ -19,6 +23,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Device = Annotated[Literal["auto", "cpu", "cuda"], Help("Device; auto: a GPU if there is one.")]
+Preset = Annotated[str, Help("Partition of the emulated cluster, like paper-14.", "NAME")]
+StageCount = Annotated[Positive | None, Help("Number of stages, on the preset's first device (default: the preset's own).")]
+StageCounts = Annotated[
+    tuple[Positive, ...], Help("Stage counts, like 1,4,14, on the preset's first device (default: the preset's own).")
+]
 Out = Annotated[Path | None, Help("Append the results to this JSONL file.", "FILE")]
 console = Console(stderr=True, highlight=False)  # for what is not a result
 
@@ -72,3 +81,42 @@ class SameAnswers:
         if answer != expected:
             both = " and ".join(f"{one['method']} on {one['cluster']['stages']} stages" for one in (row, first))
             raise PipedecError(f"{both} gave different answers {name}: a defect (or a near tie, if not in float32)")
+
+
+def write_json(path: Path, document: Row) -> None:
+    """Write a JSON file as a whole, or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
+    """Raise UserError unless ``name`` is one of ``choices``."""
+    if name not in choices:
+        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
+    """A table whose columns are padded to equal width; those in ``left`` are left-aligned, others right-aligned."""
+    lines = [list(titles), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
+
+    def joined(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cells) + " |"
+
+    def aligned(line: Sequence[str]) -> str:
+        return joined(
+            cell.ljust(width) if at in left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+
+    rule = joined("-" * width if at in left else "-" * (width - 1) + ":" for at, width in enumerate(widths))
+    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])
+
+
+def write_summary(out: Path, text: str, document: str) -> None:
+    """Write ``summary.md`` and ``summary.json`` beside the rows, print the former, and name all files."""
+    (out / "summary.md").write_text(text, encoding="utf-8")
+    (out / "summary.json").write_text(document, encoding="utf-8")
+    print(text, end="")
+    print_files(out / ROWS_FILE, out / "summary.md", out / "summary.json")

@@ -129,24 +129,31 @@ def process_ms(counts: Sequence[int], max_tokens: int, repeats: int) -> dict[int
                     PromptRequest(prompt(1000 * repeat + number), method=DEFAULT_METHOD, sampling=_sampling(max_tokens))
                     for number in range(count)
                 ]
-                before = _reading(cluster)
+                first, cpu_before = _timesteps(cluster), _cpu_seconds(cluster)
                 for reply in client.ask_all(requests):
                     reply.completed()
-                thread, process, timesteps = (after - first for after, first in zip(_reading(cluster), before, strict=True))
-                samples.append((1000 * thread / timesteps, 1000 * process / timesteps, round(timesteps)))
+                thread, process = (after - before for after, before in zip(_cpu_seconds(cluster), cpu_before, strict=True))
+                timesteps = _timesteps(cluster) - first
+                samples.append((1000 * thread / timesteps, 1000 * process / timesteps, timesteps))
             thread_ms, whole_ms, several = (median(column) for column in zip(*samples[1:], strict=True))
             found[count] = {"timesteps": several, "thread": thread_ms, "process": whole_ms}
     return found
 
 
-def _reading(cluster: LocalCluster) -> tuple[float, float, int]:
-    """CPU seconds of rank 0's main thread and of all its threads, and its timesteps so far."""
-    time.sleep(_STATS_SECONDS)
+def _cpu_seconds(cluster: LocalCluster) -> tuple[float, float]:
+    """Of rank 0's main thread, and of all its threads."""
     process = psutil.Process(cluster.pids[0])
     (main,) = (thread for thread in process.threads() if thread.id == process.pid)
+    times = process.cpu_times()
+    return main.user_time + main.system_time, times.user + times.system
+
+
+def _timesteps(cluster: LocalCluster) -> int:
+    """Those of an idle cluster since its start."""
+    time.sleep(_STATS_SECONDS)
     assert cluster.scheduler is not None
-    times, stats = process.cpu_times(), cluster.scheduler.status().stats
-    return main.user_time + main.system_time, times.user + times.system, stats.timesteps if stats else 0
+    stats = cluster.scheduler.status().stats
+    return stats.timesteps if stats else 0
 
 
 def _sampling(max_tokens: int) -> SamplingParams:

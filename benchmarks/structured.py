@@ -16,12 +16,11 @@ from typing import Annotated, Any
 import click
 from msgspec.structs import replace
 
-from benchmarks.output import SameAnswers
-from pipedec.bench.options import ClusterFile, Positive, Preset, StageCounts
+from benchmarks.output import Preset, SameAnswers, StageCounts, markdown_table, write_summary
+from pipedec.bench.options import ClusterFile, Positive
 from pipedec.bench.record import Grid, Row, SweepProgress, plain
-from pipedec.bench.report.style import markdown_table
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
-from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory, write_summary
+from pipedec.cli.benchmarks.shared import OutDirectory, ProgressBar, make_directory
 from pipedec.config import ClusterConfig, load_cluster, paper_cluster
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs

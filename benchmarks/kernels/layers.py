@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.kernels.operations import OperationsConfig, filled_caches, grown_tree, measure_bookkeeping
 from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
-from benchmarks.output import Device
-from pipedec.bench.options import Counts, Positive, check_known
+from benchmarks.output import Device, check_known
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
 from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.core.values import check_fields

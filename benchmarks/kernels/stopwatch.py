@@ -5,15 +5,15 @@ Knows neither trees nor models.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import psutil
 import torch
 
-from pipedec.bench.options import check_known
-from pipedec.bench.record import spread
+from benchmarks.output import check_known
 from pipedec.config.settings import DEVICES
 from pipedec.core.errors import UserError
 from pipedec.device import Device, device_of
@@ -66,3 +66,10 @@ def check_memory(what: str, needed_bytes: int, device: torch.device, advice: str
         raise UserError(
             f"{what} would take {needed_bytes / GIGA:.1f} GB, but {device.type} has {free_bytes / GIGA:.1f} GB free: {advice}"
         )
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th percentile."""
+    ordered = sorted(samples)
+    low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return {"p10": low, "median": statistics.median(ordered), "p90": high}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from benchmarks.load.offered import Pattern
 from benchmarks.load.results import Goals
-from pipedec.bench.options import Preset, StageCount
+from benchmarks.output import Preset, StageCount
 from pipedec.bench.policy import parse_policies
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig

@@ -19,13 +19,13 @@ import torch
 from msgspec.structs import replace
 from pandas import Categorical, DataFrame
 
+from benchmarks.output import Preset, StageCount
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
-from pipedec.bench.options import Drawing, DrawnPrompt, Preset, StageCount, draw
+from pipedec.bench.options import Drawing, DrawnPrompt, draw
 from pipedec.bench.policy import Policy
 from pipedec.bench.record import Row, SweepProgress, header, plain
 from pipedec.bench.report.frames import SUMS, totals
-from pipedec.bench.sweep.config import TUNED
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated, pair_digest
 from pipedec.bench.sweep.runners import OneProcess
 from pipedec.config import ClusterConfig, Settings
@@ -253,7 +253,7 @@ def _case(one: PolicyAnswer, *pipeline: Any) -> str:
 
 
 def _case_of_row(row: Row) -> str:
-    method = "stpp" if row["method"] == TUNED else row["method"]
+    method = row["method"]
     tree = plain(applicable_options(method, row["tree"] or {})) if method in METHODS else {}
     sampling = {**plain(SamplingParams()), **row["sampling"]}  # rows of earlier versions have fewer parameters
     pipeline = row["preset"], row["cluster"], row["pair"].get("digest"), sampling

@@ -11,6 +11,7 @@ from math import isnan
 
 import pandas as pd
 
+from benchmarks.output import markdown_table
 from benchmarks.reports import compared
 from benchmarks.reports.compared import Ablation, Value, at, spread
 from pipedec.bench.report.figures import provenance
@@ -27,7 +28,7 @@ from pipedec.bench.report.frames import (
     select,
     variants,
 )
-from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table, method_looks
+from pipedec.bench.report.style import BASELINE, PROMPT_SETS, method_looks
 from pipedec.bench.sweep.rows import Tree
 
 STATIC = ("stpp", "stpp-tuned")

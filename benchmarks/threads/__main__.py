@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.output import write_summary
 from benchmarks.threads.benchmark import ThreadsConfig, bench_threads
 from benchmarks.threads.figures import FIGURES
 from benchmarks.threads.summary import document, markdown, read_frame
@@ -43,7 +44,7 @@ def measure_threads(
     shared.make_directory(out)
     with shared.ProgressBar() as bar:
         frame = read_frame(bench_threads(config, prompt_sets, out, bar))
-    shared.write_summary(out, markdown(frame, about, papers), document(frame))
+    write_summary(out, markdown(frame, about, papers), document(frame))
     draw_all({"": frame}, out, FIGURES, None, may_be_none=True)
 
 

@@ -16,8 +16,8 @@ from typing import Annotated
 
 from msgspec.structs import replace
 
-from benchmarks.output import SameAnswers
-from pipedec.bench.options import Drawing, Preset, StageCounts, draw
+from benchmarks.output import Preset, SameAnswers, StageCounts
+from pipedec.bench.options import Drawing, draw
 from pipedec.bench.record import Grid, Row, SweepProgress, key_of, plain
 from pipedec.bench.report.style import BASELINE
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated

@@ -16,9 +16,10 @@ import numpy as np
 import pandas as pd
 from pandas import DataFrame, Series
 
+from benchmarks.output import markdown_table
 from benchmarks.threads.benchmark import SEQUENTIAL
 from pipedec.bench.record import Row
-from pipedec.bench.report.style import BASELINE, PROMPT_SETS, markdown_table
+from pipedec.bench.report.style import BASELINE, PROMPT_SETS
 
 QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.

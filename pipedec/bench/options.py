@@ -5,8 +5,7 @@ Prompts are chosen from each set by a seed, so that all benchmarks with that see
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -14,9 +13,7 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 from msgspec.structs import replace
 
-from pipedec.bench.record import key_of, write_json
 from pipedec.core.errors import UserError
-from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
 from pipedec.flags import Help
 from pipedec.messages.request import PromptRequest
@@ -24,11 +21,6 @@ from pipedec.messages.request import PromptRequest
 Positive = Annotated[int, Meta(ge=1)]
 Counts = Annotated[tuple[Positive, ...], Meta(min_length=1)]
 
-Preset = Annotated[str, Help("Partition of the emulated cluster, like paper-14.", "NAME")]
-StageCount = Annotated[Positive | None, Help("Number of stages, on the preset's first device (default: the preset's own).")]
-StageCounts = Annotated[
-    tuple[Positive, ...], Help("Stage counts, like 1,4,14, on the preset's first device (default: the preset's own).")
-]
 ClusterFile = Annotated[Path | None, Help("A cluster.yaml whose partitions are the presets (default: the paper's).", "FILE")]
 Target = Annotated[Path | None, Help("Target checkpoint directory (default: the shipped pair's).", "DIR")]
 Draft = Annotated[str | None, Help("Draft checkpoint directory, or none.", "DIR|none")]
@@ -54,46 +46,10 @@ class Drawing:
     ] = True
 
 
-def check_known(kind: str, name: str, choices: Iterable[str]) -> None:
-    """Raise UserError unless ``name`` is one of ``choices``."""
-    if name not in choices:
-        raise UserError(f"unknown {kind} {name!r}: choose one of {', '.join(choices)}")
-
-
 class Tokenizes(Protocol):
     """``Prompter``, or a wrapper that formats prompts differently."""
 
     def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]: ...
-
-
-class AskedPrompts:
-    """Stands for a tokenizer that only a cluster has: asks the cluster whether a prompt fits. Its token ids remain unknown, ().
-
-    Args:
-        accept: raises UserError if the cluster refuses a request.
-        path: a JSON file that keeps the cluster's replies, so that it is asked once about each prompt.
-        cluster: distinguishes clusters in the file.
-    """
-
-    def __init__(self, accept: Callable[[PromptRequest], None], path: Path, cluster: str) -> None:
-        self._accept = accept
-        self._path = path
-        self._cluster = cluster
-
-    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
-        """Raises UserError if the prompt and ``max_tokens`` do not fit."""
-        key = key_of([self._cluster, prompt, raw, max_tokens])
-        refusals: dict[str, str | None] = json.loads(self._path.read_text()) if self._path.is_file() else {}
-        if key not in refusals:
-            refusals[key] = None
-            try:
-                self._accept(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
-            except UserError as error:
-                refusals[key] = str(error)
-            write_json(self._path, refusals)
-        if (refusal := refusals[key]) is not None:
-            raise UserError(refusal)
-        return ()
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,13 +74,6 @@ def plain(value: Any) -> Row:
     return fields
 
 
-def spread(samples: Sequence[float]) -> dict[str, float]:
-    """The 10th percentile (least disturbed by other work on the machine), the median and the 90th percentile."""
-    ordered = sorted(samples)
-    low, high = ordered[int(0.1 * len(ordered))], ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-    return {"p10": low, "median": statistics.median(ordered), "p90": high}
-
-
 def check_writable(path: Path | None, flag: str = "--out") -> None:
     """Raise UserError, before anything is measured, if the results of ``flag`` could not be written to ``path``."""
     if path is None:
@@ -96,13 +88,6 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Append ``rows`` to a JSONL file; one file may collect many runs."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def write_json(path: Path, document: Row) -> None:
-    """Write a JSON file as a whole, or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def read_records(path: Path, schema: str) -> Iterator[tuple[int, Row]]:

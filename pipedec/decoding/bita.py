@@ -171,6 +171,16 @@ DEFAULT_NAMED = {"likeliest": 16, "efficient": 5, "full": 2}  # tokens that each
 DEFAULT_FORECAST = 64  # maximum tokens that all masks predict together, unless the request sets those of each mask
 
 
+def mask_params(limits: BitaOptions, trained_masks: int) -> MaskParams:
+    """The masks of a group, and how many tokens each names. Raises UserError for more masks than were trained."""
+    depth = limits.depth or trained_masks
+    if depth > trained_masks:
+        raise UserError(f"depth {depth}, but this BiTA was trained with {trained_masks} masks: lower --depth")
+    if limits.shape == "straightforward":
+        return MaskParams(depth, 1)
+    return MaskParams(depth, limits.children or min(DEFAULT_NAMED[limits.shape], DEFAULT_FORECAST // depth))
+
+
 class Bita(Method):
     """One tree per passage through the pipeline. Raises UserError if it is too large, or deeper than the trained masks."""
 
@@ -179,11 +189,8 @@ class Bita(Method):
     def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
         super().__init__(request, sequence, resources, thread)
         limits = options_of(request, BitaOptions)
-        depth = limits.depth or resources.trained_masks
-        if depth > resources.trained_masks:
-            raise UserError(f"depth {depth}, but this BiTA was trained with {resources.trained_masks} masks: lower --depth")
-        is_chain = limits.shape == "straightforward"
-        named = 1 if is_chain else limits.children or min(DEFAULT_NAMED[limits.shape], DEFAULT_FORECAST // depth)
+        self.masks = mask_params(limits, resources.trained_masks)
+        depth, named = self.masks.count, self.masks.named
         shapes = {  # rows of the largest tree, masks included: at least the root and a group of masks
             "straightforward": 1 + 2 * depth,
             "efficient": (1 + depth) * (1 + depth * named),
@@ -194,7 +201,6 @@ class Bita(Method):
             excess = f"a tree of {rows} rows" if rows > MAX_ROWS else f"a forecast of {depth * named} tokens"
             raise UserError(f"{excess} is more than {MAX_ROWS}: lower --depth or --children")
         self.whole = rows + self.max_forced
-        self.masks = MaskParams(depth, named)
         self._room = self.whole  # rows of the next step: less if threads share it
         self._shape = limits.shape
         self._rows = limits.rows

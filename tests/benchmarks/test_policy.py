@@ -14,7 +14,7 @@ from support.tiny_pair import Pair
 from benchmarks.load.offered import Policy
 from benchmarks.policy.study import PolicyAnswer, PolicyConfig, PolicyFigures, Study, compare, document
 from pipedec.bench.sweep.benchmark import sweep
-from pipedec.bench.sweep.config import SweepConfig, TreeGrid, TuningGrid
+from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import ModelPair as Models
 from pipedec.config import paper_cluster
 from pipedec.core.errors import UserError
@@ -50,9 +50,9 @@ def study(chosen: PolicyConfig, prompt_sets: list[PromptSet], directory: Path, p
 
 def swept(pair: Pair, out: Path, **changes: Any) -> list[dict[str, Any]]:
     made = SweepConfig(
-        paper_cluster(), ("paper-14",), (STAGES,), ("pp", "stpp", "pipedec", "pipedec-bestfirst"), TreeGrid((8,), (4,)),
+        paper_cluster(), ("paper-14",), (STAGES,), POLICIES,
         samples=1, sampling=SamplingParams(max_tokens=5, ignore_eos=True), clock="computed", dispatch="tasks", own_work=False,
-        pair=Models(pair.target, str(pair.draft)), grid=TuningGrid(layer_depths=(2,)),
+        pair=Models(pair.target, str(pair.draft)),
     )  # fmt: skip
     return sweep(replace(made, **changes), PROMPTS, out, Silent())
 
@@ -158,7 +158,7 @@ def test_refuses_another_recording(pair: Pair, whole: Whole, tmp_path: Path) -> 
 
 
 def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_path: Path) -> None:
-    rows = swept(pair, tmp_path / "sweep", methods=("pp", "pipedec"))
+    rows = swept(pair, tmp_path / "sweep", methods=POLICIES[:2])
     chosen = config(pair)
     answers = [one for one in whole.answers if one.policy.method == "pipedec"]
     slower = [{**row, "clock": "measured", "slow_motion": 2.0, "decode_ms": 2 * row["decode_ms"]} for row in rows]
@@ -168,6 +168,6 @@ def test_rows_of_anything_else_are_not_compared(pair: Pair, whole: Whole, tmp_pa
     assert both["ratio"].tolist() == pytest.approx([1, 0.5], abs=1e-3)
     for change in (
         {"preset": "paper-7"}, {"prompt_index": 99}, {"prompt_set": "third"}, {"output_tokens": 4}, {"prompt_tokens": 4},
-        {"method": "slm"}, {"tree": {"width": 8, "children": 5}}, {"pair": {"digest": "0"}}, {"sampling": {}}, {"cluster": {}},
+        {"method": "bita"}, {"tree": {"width": 8, "children": 5}}, {"pair": {"digest": "0"}}, {"sampling": {}}, {"cluster": {}},
     ):  # fmt: skip
         assert compare(chosen, answers, [{**row, **change} for row in rows]).empty

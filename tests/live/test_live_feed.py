@@ -119,7 +119,7 @@ def watched(pair: Pair) -> Watched:
 
 
 @pytest.mark.fast_cases("pipedec-bestfirst")
-@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if name != "slm"])
+@pytest.mark.parametrize("method", METHOD_NAMES)
 def test_rows_verdicts_and_text_are_those_of_the_answer(pair: Pair, method: str) -> None:
     watched = Watched(pair)
     followed = watched.ask(watched.request(0, method))[0]

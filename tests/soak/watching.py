@@ -15,7 +15,8 @@ from typing import Annotated
 
 import click
 
-from pipedec.bench.options import Positive, Preset, StageCount
+from benchmarks.output import Preset, StageCount
+from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.client.client import Client

@@ -36,7 +36,6 @@ def everything() -> Iterator[Line]:
             for method, ms in SPEED.items():
                 for repeat in range(2):
                     yield stochastic(method, prompt_set, index, repeat=repeat, ms=1.2 * ms + 10 * repeat, misses=3 + repeat)
-            yield line("slm", prompt_set, index, groups=1, preset="slm", ms=40.0)
             for width in (8, 64):
                 for children in (2, 16):
                     yield line("pipedec", prompt_set, index, width=width, children=children, ms=8000 / width)

@@ -48,7 +48,7 @@ def line(
         },
         "pair": {"target": "pair/target", "draft": "pair/draft"},
         "method": method,
-        "tree": None if method in ("pp", "slm") else {"width": width, "children": children, "depth": None, "rows": None},
+        "tree": None if method == "pp" else {"width": width, "children": children, "depth": None, "rows": None},
         "bita": None,
         "prompt_set": prompt_set,
         "prompt_index": prompt_index,

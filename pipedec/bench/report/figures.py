@@ -16,7 +16,6 @@ import pandas as pd
 from pipedec.bench.report import frames, style
 from pipedec.bench.report.style import BASELINE, method_looks, pipelined, set_label, shade
 from pipedec.bench.report.timeline import CATEGORIES
-from pipedec.bench.sweep.rows import SMALL_MODEL
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,9 +77,8 @@ def provenance(answers: pd.DataFrame, what: str = "method") -> str:
     prompts = groups.apply(lambda found: len(found[["prompt_set", "prompt_index"]].drop_duplicates()))
     counts = f"{_span(prompts)} prompts and {_span(groups['tokens'].sum())} decoded tokens per {what}"
     emulated = [one for one in answers["variant"].unique() if one.pipeline.model]
-    large = {f"{one.pipeline.model} in {one.pipeline.dtype}" for one in emulated if one.method != SMALL_MODEL}
-    small = {f"SLM: {one.pipeline.model}" for one in emulated if one.method == SMALL_MODEL}
-    return "; ".join([_origin(answers), *sorted(large), *sorted(small), counts])
+    models = {f"{one.pipeline.model} in {one.pipeline.dtype}" for one in emulated}
+    return "; ".join([_origin(answers), *sorted(models), counts])
 
 
 def _origin(answers: pd.DataFrame) -> str:
@@ -88,7 +86,7 @@ def _origin(answers: pd.DataFrame) -> str:
     timing = answers["timing"].iloc[0]
     if timing == "machine":
         return f"Measured on {machines}, nothing emulated"
-    ordered = sorted(answers["variant"].unique(), key=lambda it: (it.method == SMALL_MODEL, it.pipeline.recut, it.groups))
+    ordered = sorted(answers["variant"].unique(), key=lambda it: (it.pipeline.recut, it.groups))
     emulated = f"Emulated ({', '.join(dict.fromkeys(str(one.pipeline.preset) for one in ordered))})"
     if timing == "computed":
         return f"{emulated}, computed: times by arithmetic"
@@ -171,7 +169,7 @@ def phases(traced: pd.DataFrame) -> pd.DataFrame:
 
 def speedup_figure(answers: pd.DataFrame, title: str | None = None) -> Figure:
     """Speed-up over plain pipeline parallelism on the same pipeline against the number of stages, all over the same prompts."""
-    answers = frames.one_tree_each(answers[answers["method"] != SMALL_MODEL])
+    answers = frames.one_tree_each(answers)
     every = frames.variants(answers)
     paired = {one.pipeline for one in every if one.method == BASELINE} & {one.pipeline for one in every if one.method != BASELINE}
     answers = frames.select(answers, (one for one in every if one.pipeline in paired))

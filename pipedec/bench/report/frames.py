@@ -24,7 +24,7 @@ import pandas as pd
 from msgspec.structs import asdict
 
 from pipedec.bench.report.style import method_rank, pipelined, prompt_set_rank
-from pipedec.bench.sweep.rows import BITA, SMALL_MODEL, PipelineColumns, TrainedBita, Tree, read_rows
+from pipedec.bench.sweep.rows import BITA, PipelineColumns, TrainedBita, Tree, read_rows
 from pipedec.core.errors import UserError
 from pipedec.methods import BitaOptions
 
@@ -104,7 +104,7 @@ def studies(answers: pd.DataFrame) -> dict[str, pd.DataFrame]:
     A timing without greedy answers is left out: no figure shows stochastic answers alone. Raises UserError if the rows are of
     several pairs, or none is left.
     """
-    models = sorted(answers["models"][answers["method"] != SMALL_MODEL].unique())
+    models = sorted(answers["models"].unique())
     if len(models) > 1:
         raise UserError(f"the rows are of several pairs of models ({', '.join(models)}): plot each pair's rows alone")
     by_timing = {timing: answers[(answers["timing"] == timing) & (answers["tokens"] > 0)] for timing in TIMINGS}
@@ -244,10 +244,10 @@ def headline(answers: pd.DataFrame) -> pd.DataFrame:
     """
     answers = one_tree_each(answers)
     everywhere = variants(answers)
-    uncut = [one for one in everywhere if not one.pipeline.recut or one.method == SMALL_MODEL] or everywhere
-    counts = Counter(one.pipeline for one in uncut if not pipelined(one.method) and one.method != SMALL_MODEL)
+    uncut = [one for one in everywhere if not one.pipeline.recut] or everywhere
+    counts = Counter(one.pipeline for one in uncut if not pipelined(one.method))
     reference = max(counts, key=lambda it: (counts[it], it.groups == REFERENCE_GROUPS, it.groups), default=None)
-    kept = (one for one in uncut if pipelined(one.method) or one.method == SMALL_MODEL or one.pipeline == reference)
+    kept = (one for one in uncut if pipelined(one.method) or one.pipeline == reference)
     return select(answers, kept)
 
 

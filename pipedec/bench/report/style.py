@@ -62,7 +62,6 @@ METHODS = {
     BASELINE: MethodLook("PP{}", "#8A9199", "s"),
     "stpp": MethodLook("STPP{}", "#E69F00", "^"),
     "stpp-tuned": MethodLook("STPP{} tuned", "#D55E00", "v"),
-    "slm": MethodLook("SLM", "#CC79A7", "X"),
     "bita": MethodLook("BiTA{}", "#6A4C9C", "P"),
     "pipedec": MethodLook("PipeDec{}", "#0072B2", "o"),
     "pipedec-bestfirst": MethodLook("PipeDec{} best-first", "#009E73", "D"),
@@ -116,24 +115,6 @@ def terminal_table(title: str, columns: Iterable[str], left: Collection[str], ca
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
     return table
-
-
-def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int]) -> str:
-    """A table whose columns are padded to equal width; those in ``left`` are left-aligned, others right-aligned."""
-    lines = [list(titles), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-
-    def joined(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cells) + " |"
-
-    def aligned(line: Sequence[str]) -> str:
-        return joined(
-            cell.ljust(width) if at in left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-
-    rule = joined("-" * width if at in left else "-" * (width - 1) + ":" for at, width in enumerate(widths))
-    return "\n".join([aligned(lines[0]), rule, *(aligned(line) for line in lines[1:])])
 
 
 def new_figure(width: float, height: float) -> Figure:

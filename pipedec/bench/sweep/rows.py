@@ -21,7 +21,6 @@ from pipedec.methods import SHAPES
 from pipedec.validation import validated
 
 SCHEMA = "pipedec.sweep/1"
-SMALL_MODEL = "slm"  # its answers are those of another, smaller model
 BITA = "bita"
 
 Count = Annotated[int, Meta(ge=0)]

@@ -1,30 +1,24 @@
-"""How an answer of a sweep is measured: in one process, by a cluster started here, by one that runs, by one launched for it.
-
-Owns clusters and pipelines while they run. Knows nothing of grids and rows.
-"""
+"""How an answer of a sweep is measured: in this process, or by a cluster. Knows nothing of grids and rows."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from types import TracebackType
 
 from msgspec import structs
 
 from pipedec.bench.breakdown import breakdown
-from pipedec.bench.options import AskedPrompts, Tokenizes
-from pipedec.bench.sweep.pipelines import Measurable, Shape
+from pipedec.bench.options import Tokenizes
+from pipedec.bench.sweep.pipelines import Measurable, RunningShape
 from pipedec.client.running import Running
-from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.supervisor import Supervisor
-from pipedec.config import ClusterConfig
 from pipedec.core.completion import Metrics
 from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import load_prompter
 from pipedec.engine.devices import chosen_device
 from pipedec.engine.experience_files import initial_experience
@@ -39,7 +33,6 @@ class MeasuredAnswer:
     """One answer and its cost; times are emulated milliseconds if the pipeline is emulated.
 
     Attributes:
-        computed_ms: decoding time by arithmetic; None without emulation.
         overran: share of timesteps in which a rank's real work took longer than its emulated time.
         breakdown: ms per timestep by phase; None unless the request was traced.
         logprobs: as in ``Completion``.
@@ -51,20 +44,18 @@ class MeasuredAnswer:
     metrics: Metrics
     decode_ms: float
     prefill_ms: float
-    computed_ms: float | None = None
     overran: float = 0.0
     breakdown: dict[str, float] | None = None
     logprobs: Sequence[Mapping[int, float]] | None = None
 
 
-class Runner(AbstractContextManager["Runner"]):
-    """Measures answers of one pipeline; ``prompter`` decides whether a prompt fits. What it starts ends with the context."""
+class Runner(ABC):
+    """Measures answers of one pipeline; ``prompter`` decides whether a prompt fits."""
 
     prompter: Tokenizes
 
     def __init__(self) -> None:
         self._references: dict[PromptRequest, MeasuredAnswer] = {}
-        self._stack = ExitStack()
 
     def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         """Measure one answer. Raises RankLost or SchedulerLost if the cluster died."""
@@ -83,9 +74,6 @@ class Runner(AbstractContextManager["Runner"]):
     @abstractmethod
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.__exit__(kind, error, trace)
-
 
 def _question(asked: PromptRequest) -> PromptRequest:
     return structs.replace(asked, method="pp", options={}, trace=False)
@@ -99,10 +87,8 @@ class OneProcess(Runner):
 
     def __init__(self, spec: PipelineSpec) -> None:
         super().__init__()
-        self._spec = spec
         experience = initial_experience(spec, chosen_device(spec.settings.cut.device))
         self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once", experience=experience)
-        self.computed = self
         self.prompter = load_prompter(spec)
         self._next_id = 0
 
@@ -114,101 +100,77 @@ class OneProcess(Runner):
         verdicts = list(self._pipeline.run(request))
         token_ids = tuple(token for verdict in verdicts for token in verdict.tokens)
         answer = self._pipeline.last
-        metrics = answer.metrics
-        decode_ms, prefill_ms = 1000 * metrics.decode_seconds, 1000 * metrics.prefill_seconds
-        computed_ms = None if self._spec.emulation is None else decode_ms
         return MeasuredAnswer(
-            len(prompt), token_ids, verdicts[-1].finished, metrics, decode_ms, prefill_ms, computed_ms,
+            len(prompt), token_ids, verdicts[-1].finished, answer.metrics,
+            decode_ms=1000 * answer.metrics.decode_seconds,
+            prefill_ms=1000 * answer.metrics.prefill_seconds,
             logprobs=answer.logprobs or None,
         )  # fmt: skip
 
 
 class OnCluster(Runner):
-    """Decodes on a cluster, in real time.
+    """Decodes on a cluster, in real time, which is divided by ``slow_motion``.
 
-    ``connect`` finds or starts it when the first answer is needed; what it enters into the stack ends with this runner.
+    ``connect`` returns it; it is called when the first answer is needed. Without a ``prompter``, the cluster is asked whether a
+    prompt fits.
     """
 
-    def __init__(self, connect: Callable[[ExitStack], Running]) -> None:
+    def __init__(self, connect: Callable[[], Running], prompter: Tokenizes | None = None, slow_motion: float = 1.0) -> None:
         super().__init__()
-        self._connect = connect
+        self._connect, self._slow_motion = connect, slow_motion
+        self.prompter = prompter or _AskedPrompts(lambda request: self.running.check_accepts(request))
 
     @cached_property
     def running(self) -> Running:
-        return self._connect(self._stack)
+        return self._connect()
 
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         reply = self.running.client.follow(asked)
         completion = reply.completed()
         metrics = completion.metrics
+        phases = breakdown(reply.trace, self.running.topology.num_stages) if asked.trace else None
         return MeasuredAnswer(
             completion.prompt_tokens, tuple(completion.token_ids), completion.finish_reason, metrics,
-            decode_ms=1000 * metrics.decode_seconds,
-            prefill_ms=1000 * metrics.prefill_seconds,
+            decode_ms=1000 * metrics.decode_seconds / self._slow_motion,
+            prefill_ms=1000 * metrics.prefill_seconds / self._slow_motion,
             overran=len(reply.overran) / max(1, metrics.timesteps, len(reply.overran)),  # prefill may overrun, too
-            breakdown=breakdown(reply.trace, self.running.topology.num_stages) if asked.trace else None,
+            breakdown=phases and {name: time_ms / self._slow_motion for name, time_ms in phases.items()},
             logprobs=completion.logprobs,
         )  # fmt: skip
 
 
-def started(cluster: Supervisor, stack: ExitStack) -> Running:
-    """Start a cluster, which ends with ``stack``, and connect to it."""
-    stack.enter_context(cluster)
+class _AskedPrompts:
+    """Stands for a tokenizer that only a cluster has. The token ids of a prompt remain unknown, ()."""
+
+    def __init__(self, accept: Callable[[PromptRequest], None]) -> None:
+        self._accept = accept
+
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
+        """Raises UserError if the prompt and ``max_tokens`` do not fit."""
+        self._accept(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
+        return ()
+
+
+def connected(cluster: Supervisor) -> Running:
+    """The client's side of a cluster that has been started."""
     assert cluster.scheduler is not None
     return Running.of(cluster.scheduler, cluster.run_id, cluster.check)
 
 
-class RealProcesses(OnCluster):
-    """Decodes with one process per rank and a Redis; emulated ranks sleep until their device would have finished.
-
-    The same pipeline in this process gives the reference answers and computes the emulated times.
-    """
-
-    def __init__(self, spec: PipelineSpec) -> None:
-        super().__init__(lambda stack: started(LocalCluster(spec), stack))
-        self._emulation = spec.emulation
-        self.computed = OneProcess(spec)
-        self.prompter = self.computed.prompter
-
-    def reference(self, asked: PromptRequest) -> MeasuredAnswer:
-        return self.computed.reference(asked)
-
-    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
-        measured = super()._decode(asked)
-        if self._emulation is None:
-            return measured
-        expected, slow_motion = self.computed.answer(structs.replace(asked, trace=False)), self._emulation.slow_motion
-        phases = measured.breakdown
-        return replace(
-            measured,
-            decode_ms=measured.decode_ms / slow_motion,
-            prefill_ms=measured.prefill_ms / slow_motion,
-            computed_ms=expected.computed_ms,
-            breakdown=phases and {name: time_ms / slow_motion for name, time_ms in phases.items()},
-        )
+@contextmanager
+def runner_of(shape: Measurable, clock: str) -> Iterator[Runner]:
+    """The runner of a pipeline; ``computed`` decodes in this process. Processes start when the first answer is needed."""
+    if isinstance(shape, RunningShape):
+        yield OnCluster(lambda: shape.running)
+    elif clock == "computed":
+        yield OneProcess(shape.spec)
+    else:
+        emulation = shape.spec.emulation
+        with ExitStack() as stack:
+            yield OnCluster(
+                lambda: connected(stack.enter_context(LocalCluster(shape.spec))), load_prompter(shape.spec),
+                1.0 if emulation is None else emulation.slow_motion,
+            )  # fmt: skip
 
 
-MakeRunner = Callable[[Measurable, str, Path], Runner]
-
-
-def runner_of(
-    shape: Measurable, clock: str, prompts: Path, launch: Callable[[ClusterConfig, str], Supervisor] = LaunchedCluster
-) -> Runner:
-    """The runner of a pipeline, which starts it when the first answer is needed; ``computed`` decodes in this process.
-
-    A running or launched cluster decides itself whether a prompt fits; the file ``prompts`` keeps its replies (see
-    ``AskedPrompts``). ``launch`` creates the cluster of a partition.
-    """
-    if isinstance(shape, Shape):
-        return OneProcess(shape.spec) if clock == "computed" else RealProcesses(shape.spec)
-    source, partition = shape.source, shape.preset
-
-    def connect(stack: ExitStack) -> Running:
-        if isinstance(source, Running):
-            return source
-        assert partition is not None
-        return started(launch(source, partition), stack)
-
-    runner = OnCluster(connect)
-    runner.prompter = AskedPrompts(lambda request: runner.running.check_accepts(request), prompts, shape.scope)
-    return runner
+MakeRunner = Callable[[Measurable, str], AbstractContextManager[Runner]]

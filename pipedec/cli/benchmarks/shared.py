@@ -11,7 +11,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipedec.bench.options import ClusterFile, Draft, Target
-from pipedec.bench.record import ROWS_FILE
 from pipedec.bench.sweep.pipelines import ModelPair
 from pipedec.cli.options import MaxTokens, PromptField, Prompts, Temperature, TopK, TopP
 from pipedec.cli.show import console
@@ -80,14 +79,6 @@ def make_directory(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out}: cannot create this directory: {error.strerror}") from None
-
-
-def write_summary(out: Path, text: str, document: str) -> None:
-    """Write ``summary.md`` and ``summary.json`` beside the rows, print the former, and name all files."""
-    (out / "summary.md").write_text(text, encoding="utf-8")
-    (out / "summary.json").write_text(document, encoding="utf-8")
-    print(text, end="")
-    print_files(out / ROWS_FILE, out / "summary.md", out / "summary.json")
 
 
 def print_table(table: Table, width: int) -> None:

@@ -1,4 +1,4 @@
-"""``pipedec bench sweep``: the grid of methods, pipelines, trees and prompts."""
+"""``pipedec bench sweep``: the grid of methods, pipelines and prompts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from rich.table import Table
 from pipedec.bench.record import ROWS_FILE, Row
 from pipedec.bench.report.style import terminal_table
 from pipedec.bench.sweep.benchmark import sweep as run_sweep
-from pipedec.bench.sweep.config import SweepConfig, TreeGrid
+from pipedec.bench.sweep.config import SweepConfig
 from pipedec.cli.benchmarks import shared
+from pipedec.cli.main import moved_flags
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.config import NONE, load_cluster
+from pipedec.config import load_cluster
 from pipedec.core.errors import UserError
-from pipedec.flags import Help, given_values, options_of, own_options, partial_of
-from pipedec.methods import possible_methods
+from pipedec.flags import Help, options_of, own_options, partial_of
 
 MAX_OVERRUN = 0.02
+_OPTIONS_NOW = dict.fromkeys(("--widths", "--children", "--forwards", "--proposers", "--shapes", "--depths", "--rows"), True)
 # Flags of pipelines that the sweep starts here: a cluster that runs, or is launched from a file, has its own.
 _STARTED_HERE = (
-    "cluster", "presets", "stages", "clock", "dispatch", "slow_motion", "small", "bita", "target", "draft", "own_work", "priors",
+    "cluster", "presets", "stages", "clock", "dispatch", "slow_motion", "bita", "target", "draft", "own_work", "priors",
 )  # fmt: skip
 
 
@@ -39,19 +40,18 @@ class LaunchFlags:
 
 @click.command()
 @partial_of(SweepConfig, "measured")
-@options_of(TreeGrid, "trees")
 @shared.question_options
 @running_options
 @options_of(LaunchFlags, "launching")
 @own_options
+@moved_flags(_OPTIONS_NOW, "is an option of methods: give --methods NAME:KEY=VALUE, like pipedec:width=16")
 def sweep(
     measured: partial[SweepConfig],
-    trees: TreeGrid,
     asked: shared.BenchPromptFlags,
     place: RunningFlags,
     launching: LaunchFlags,
     out: shared.OutDirectory,
-    small: Annotated[Path | None, Help("The model of the method slm (default: the draft).", "DIR")] = None,
+    bita: Annotated[Path | None, Help("A trained BiTA (default: the shipped one).", "DIR")] = None,
 ) -> None:
     """Measure methods on pipelines, one row per answer in OUT/rows.jsonl.
 
@@ -63,10 +63,7 @@ def sweep(
     resumes where it stopped.
     """
     prompt_sets = asked.prompt_sets()
-    real = _real(place, launching)
-    if "methods" in given_values(measured.keywords):
-        real.pop("methods", None)
-    config = measured(**asked.settings() | {"trees": trees, "pair": replace(asked.pair, small=small)} | real)
+    config = measured(**asked.settings() | {"pair": replace(asked.pair, bita=bita)} | _real(place, launching))
     shared.make_directory(out)
     with shared.ProgressBar() as bar:
         rows: list[Row] = run_sweep(config, prompt_sets, out, bar)
@@ -92,63 +89,42 @@ def sweep(
 def _real(place: RunningFlags, launching: LaunchFlags) -> dict[str, Any]:
     """The fields of the configuration about a real cluster, if one is to be measured.
 
-    Raises UserError if flags do not go together, or the file to launch or a partition is unsound.
+    Raises UserError if flags do not go together, or the file to launch is unsound.
     """
     if launching.launch is not None:
         refuse_flags((*_STARTED_HERE, "redis", "run", "running"), "the clusters are those of --launch: leave this out")
         cluster = load_cluster(launching.launch)
-        names = launching.partitions or (cluster.find_partition()[0],)
-        for name in names:
-            cluster.find_partition(name)
-        own = [cluster.for_partition(name) for name in names]
-        possible = possible_methods(all(one.draft != NONE for one in own), all(one.bita != NONE for one in own))
-        return {"cluster": cluster, "launched": names, "methods": _usual(possible)}
+        return {"cluster": cluster, "launched": launching.partitions or (cluster.find_partition()[0],)}
     if launching.partitions:
         raise UserError("--partitions goes with --launch FILE")
     if place.are_given:
         refuse_flags(_STARTED_HERE, shared.AS_IT_IS)
-        running = place.connect()
-        return {"running": running, "methods": _usual(running.methods())}
+        return {"running": place.connect()}
     return {}
-
-
-def _usual(possible: list[str]) -> tuple[str, ...]:
-    """The methods of a sweep that are measured if none are given, without those that are not possible."""
-    return tuple(name for name in SweepConfig.methods if name in possible)
 
 
 def _summary(rows: list[Row]) -> Table:
     """Figures by pipeline, method and tree: the number of answers, and ratios of their totals."""
-    emulated, computed = rows[0]["emulated"], rows[0]["clock"] == "computed"
-    title = "Time per output token (TPOT)" + ", emulated" * emulated + ", computed" * computed
+    title = "Time per output token (TPOT)" + ", emulated" * rows[0]["emulated"] + ", computed" * (rows[0]["clock"] == "computed")
     names = ("pipeline", "method", "tree")
-    figures = ("answers", "TPOT ms", "computed", "timesteps per token", "hit rate", "overran")
-    table = terminal_table(title, (*names, *figures), names)
-    groups: dict[tuple[Any, ...], list[Row]] = {}
+    table = terminal_table(title, (*names, "answers", "TPOT ms", "timesteps per token", "hit rate", "overran"), names)
+    groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        key = row["preset"] or row["pair"].get("run") or "here", row["cluster"]["stages"], row["method"], _tree(row)
-        groups.setdefault(key, []).append(row)
-    for (preset, stages, method, tree), found in groups.items():
+        pipeline = row["preset"] or row["pair"].get("run") or "here"
+        groups.setdefault((f"{pipeline} ({row['cluster']['stages']})", row["method"], _tree(row)), []).append(row)
+    for key, found in groups.items():
         decoded = sum(row["output_tokens"] - 1 for row in found) or 1
         timesteps, hits = sum(row["timesteps"] for row in found), sum(row["hits"] for row in found)
         verified = hits + sum(row["misses"] for row in found) or 1
-        known = [row for row in found if row["computed_ms_per_token"] is not None]
-        computed_ms = sum(row["computed_ms_per_token"] * (row["output_tokens"] - 1) for row in known) / decoded
         overran = sum(row["overran"] * row["timesteps"] for row in found) / max(1, timesteps)
         table.add_row(
-            f"{preset} ({stages})", method, tree, str(len(found)), f"{sum(row['decode_ms'] for row in found) / decoded:.1f}",
-            f"{computed_ms:.1f}" if known else "-", f"{timesteps / decoded:.2f}", f"{hits / verified:.0%}", f"{overran:.1%}",
+            *key, str(len(found)), f"{sum(row['decode_ms'] for row in found) / decoded:.1f}",
+            f"{timesteps / decoded:.2f}", f"{hits / verified:.0%}", f"{overran:.1%}",
         )  # fmt: skip
     return table
 
 
 def _tree(row: Row) -> str:
     """The limits that the row's method uses."""
-    tree = row["tree"]
-    if tree is None:
-        return "-"
-    if row["method"] == "bita":
-        rows = f", {tree['rows']} rows" if tree["rows"] else ""
-        return f"{row['bita']['name']}: {tree['shape']}, {tree['depth']} masks × {tree['children']}{rows}"
-    size = f"{tree['width'] or 'auto'}×{tree['children'] or 'auto'}" if tree["rows"] is None else f"{tree['rows']} rows"
-    return f"{size}, depth {tree['depth']}" if row["method"].startswith("stpp") else size
+    limits = {name: value for name, value in (row["tree"] or {}).items() if value is not None}
+    return ", ".join(f"{name} {'+'.join(value) if isinstance(value, list) else value}" for name, value in limits.items()) or "-"

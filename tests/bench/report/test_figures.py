@@ -83,12 +83,12 @@ def test_latency_bars_are_by_prompt_set_in_the_order_of_methods(sweep: pd.DataFr
     (axes,) = figure.axes
     assert axes.get_ylabel() == "TPOT (ms)" and ticks(axes) == list(PROMPT_SETS.values())
     labels = [
-        "PP", "STPP", "STPP tuned", "SLM", "BiTA", "PipeDec-7", "PipeDec-14", "PipeDec-21",
+        "PP", "STPP", "STPP tuned", "BiTA", "PipeDec-7", "PipeDec-14", "PipeDec-21",
         "PipeDec-7 best-first", "PipeDec-14 best-first", "PipeDec-21 best-first",
     ]  # fmt: skip
     assert legend(axes) == list(bars_of(axes)) == labels
     assert [heights[0] for heights in bars_of(axes).values()] == pytest.approx(
-        [300.5, 120.5, 110.5, 40, 180, *[80.5] * 3, *[60.5] * 3]
+        [300.5, 120.5, 110.5, 180, *[80.5] * 3, *[60.5] * 3]
     )
     assert {len(heights) for heights in bars_of(axes).values()} == {len(PROMPT_SETS)}
     assert "PP, STPP, STPP tuned, BiTA: 14 stages" in note(figure)
@@ -112,7 +112,7 @@ def test_speedup_is_over_pp_of_the_same_pipeline(tmp_path: Path) -> None:
         for name, factor in (("qa", 1.0), ("rag", 4.0)):
             lines += [line("pp", name, groups=groups, ms=pp, cluster=cluster)]
             lines += [line("pipedec", name, groups=groups, ms=50.0 / factor, cluster=cluster)]
-    figure = speedup_figure(answers(tmp_path, [*lines, line("stpp", "qa", groups=28), line("slm", "qa", groups=1)]))
+    figure = speedup_figure(answers(tmp_path, [*lines, line("stpp", "qa", groups=28)]))
     (axes,) = figure.axes
     drawn = lines_of(axes)
     assert list(drawn) == ["ideal = stages", "PipeDec"]

@@ -61,9 +61,8 @@ def test_measured_and_computed_rows_are_kept_apart_and_stochastic_ones_need_gree
         studies(answers(tmp_path, lines[2:]))
 
 
-def test_rows_of_several_pairs_are_refused_but_slm_is_another_model(tmp_path: Path) -> None:
+def test_rows_of_several_pairs_are_refused(tmp_path: Path) -> None:
     other = {"target": "elsewhere/target", "draft": None, "digest": "abc"}
-    assert studies(answers(tmp_path, [line(), line("slm", pair=other)]))
     with pytest.raises(UserError, match=r"several pairs of models \(abc, pair/target\)"):
         studies(answers(tmp_path, [line(), line("pp", pair=other)]))
 
@@ -71,7 +70,7 @@ def test_rows_of_several_pairs_are_refused_but_slm_is_another_model(tmp_path: Pa
 def test_shared_cases_are_those_of_all_variants_with_answers_to_the_set(tmp_path: Path) -> None:
     lines = [
         *(line("pp", "qa", index) for index in range(3)), *(line("stpp", "qa", index) for index in range(1, 4)),
-        line("pp", "rag", 5), line("slm", "rag", 6), line("pp", "mt_bench", 7),
+        line("pp", "rag", 5), line("other", "rag", 6), line("pp", "mt_bench", 7),
     ]  # fmt: skip
     shared = over_shared_cases(answers(tmp_path, lines))
     assert list(shared[["method", "prompt_set", "prompt_index"]].itertuples(index=False, name=None)) == [
@@ -93,9 +92,9 @@ def test_the_headline_shows_pipelined_methods_everywhere_and_others_on_the_paper
     lines = [
         line(method, groups=groups, preset=f"paper-{groups}") for method in ("pipedec", "stpp", "pp") for groups in (21, 14, 7)
     ]
-    lines += [line("slm", groups=1, preset="slm"), line("pipedec", groups=28), line("pp", groups=28)]
+    lines += [line("pipedec", groups=28), line("pp", groups=28)]
     shown = [(one.method, one.groups) for one in variants(headline(answers(tmp_path, lines)))]
-    assert shown == [("pp", 14), ("stpp", 14), ("slm", 1), ("pipedec", 7), ("pipedec", 14), ("pipedec", 21)]
+    assert shown == [("pp", 14), ("stpp", 14), ("pipedec", 7), ("pipedec", 14), ("pipedec", 21)]
     recut = [line(method, groups=groups) for method in ("pipedec", "pp") for groups in (2, 4)]
     shown = [(one.method, one.groups) for one in variants(headline(answers(tmp_path, recut)))]
     assert shown == [("pp", 4), ("pipedec", 2), ("pipedec", 4)], "other numbers of stages, if there is nothing else"

@@ -22,9 +22,8 @@ from pipedec.bench.report.figures import FIGURES, draw_figures
 from pipedec.bench.report.frames import read_answers, studies
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
-from pipedec.bench.sweep.pipelines import Measurable, described_pair, running_shape
+from pipedec.bench.sweep.pipelines import RunningShape, described_pair
 from pipedec.bench.sweep.rows import read_rows
-from pipedec.bench.sweep.runners import Runner, runner_of
 from pipedec.cli.main import program
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
@@ -131,35 +130,22 @@ def test_a_cluster_is_known_by_its_weights_where_its_ranks_have_compared_them(re
     assert described_pair(description, "x") == {"target": description.target, "draft": description.draft, "digest": "aabb"}
     assert described_pair(here.description, "x")["digest"] is None and described_pair(here.description, "x")["run"] == "x"
     compared = replace(here, description=description)
-    shape, without = running_shape(compared), running_shape(here)
+    shape, without = RunningShape(compared), RunningShape(here)
     assert shape.bita is not None and shape.bita["digest"] == "cc"
     assert without.bita is not None and without.bita["digest"] != "cc"
-    assert shape.scope != running_shape(with_settings(compared, dtype="bfloat16")).scope
-
-
-class Launches:
-    """Stands for clusters launched on hosts: starts them here instead, and counts."""
-
-    def __init__(self, pair: Pair) -> None:
-        self.partitions: list[str] = []
-        self._pair = pair
-
-    def __call__(self, config: ClusterConfig, partition: str) -> LocalCluster:
-        self.partitions.append(partition)
-        return LocalCluster(self._pair.spec(config.partitions[partition].settings.cut.stages))
-
-    def runner(self, shape: Measurable, clock: str, prompts: Path) -> Runner:
-        return runner_of(shape, clock, prompts, launch=self)
+    assert shape.scope != RunningShape(with_settings(compared, dtype="bfloat16")).scope
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_every_partition_is_launched_once_and_measured(pair: Pair, tmp_path: Path) -> None:
-    launches = Launches(pair)
-    chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp", "pipedec"))
-    sweep(replace(chosen, launched=("p1",)), PROMPTS, tmp_path / "out", Silent(), launches.runner)
-    rows = sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner)
-    assert launches.partitions == ["p1", "p2"], "the first was finished"
-    assert sweep(chosen, PROMPTS, tmp_path / "out", Silent(), launches.runner) == rows and len(launches.partitions) == 2
+def test_every_partition_is_launched_and_measured(pair: Pair, tmp_path: Path) -> None:
+    def launch(config: ClusterConfig, partition: str) -> LocalCluster:
+        """Starts it here instead of on hosts."""
+        return LocalCluster(pair.spec(config.partitions[partition].settings.cut.stages))
+
+    chosen = config(pair, stages=(), launched=("p1", "p2"), methods=("pp,pipedec",))
+    progress = Silent()
+    rows = sweep(chosen, PROMPTS, tmp_path / "out", progress, launch=launch)
+    assert len(rows) == progress.total == progress.rows
     assert [(row["preset"], row["cluster"]["stages"], row["method"]) for row in rows] == [
         (name, stages, method) for name, stages in (("p1", 1), ("p2", 2)) for _ in range(2) for method in ("pp", "pipedec")
     ]
@@ -192,25 +178,20 @@ def test_partitions_are_launched_over_hosts(pair: Pair, hosts3: Hosts, tmp_path:
 
 
 @in_windows
-def test_what_a_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster) -> None:
+def test_what_a_cluster_cannot_do_is_refused(pair: Pair, resident: LocalCluster, tmp_path: Path) -> None:
     here = running(resident)
-    emulating = replace(here, description=structs.replace(here.description, emulation="paper-14"))
+    with pytest.raises(UserError, match="emulates paper-14: measure a cluster that does not"):
+        config(pair, running=replace(here, description=structs.replace(here.description, emulation="paper-14")))
+    with pytest.raises(UserError, match="p3"):
+        config(pair, stages=(), launched=("p3",))
     without = with_settings(here, draft=NONE, bita=NONE)
-    for cluster, methods, message in (
-        (here, ("stpp-tuned",), "method stpp-tuned needs a pipeline that the sweep starts here"),
-        (emulating, ("pp",), "emulates paper-14: measure a cluster that does not"),
-        (without, ("stpp",), f"method stpp needs a draft model, which run {here.run_id} does not have"),
-        (without, ("bita",), "method bita needs a BiTA"),
+    for place, methods, message in (
+        ({"running": without}, ("stpp",), "method stpp needs a draft model"),
+        ({"running": without}, ("bita",), "give --bita DIR"),
+        ({"launched": ("p1",)}, ("bita",), "give --bita DIR"),
     ):
         with pytest.raises(UserError, match=message):
-            config(pair, running=cluster, methods=methods)
-    for partition, methods, message in (
-        ("p3", ("pp",), "p3"),
-        ("p1", ("bita",), "give --bita DIR"),
-        ("p1", ("pp", "stpp-tuned"), "method stpp-tuned needs a pipeline that the sweep starts here"),
-    ):
-        with pytest.raises(UserError, match=message):
-            config(pair, stages=(), launched=(partition,), methods=methods)
+            sweep(config(pair, stages=(), methods=methods, **place), PROMPTS, tmp_path, Silent())
 
 
 @in_windows

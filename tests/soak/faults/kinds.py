@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from pipedec.bench.options import check_known
+from benchmarks.output import check_known
 from pipedec.core.errors import PipedecError
 from pipedec.scheduler import ClientScheduler
 from soak.faults.host import ClusterHost, FrontEnd

@@ -13,8 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pipedec.bench.options import check_known
-from pipedec.bench.record import Row, write_json
+from benchmarks.output import check_known, write_json
+from pipedec.bench.record import Row
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.core.completion import Completion

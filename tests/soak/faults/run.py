@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from benchmarks.output import pipeline_row
-from pipedec.bench.options import Counts, Positive, check_known
+from benchmarks.output import check_known, pipeline_row
+from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import ROWS_FILE, Row, append_rows, drop_unfinished_line, header, key_of, plain
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
