@@ -22,7 +22,7 @@ from pipedec.model.cache import KVCache
 from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import DraftRows, DraftTree, RowChanges, Visibility
-from pipedec.tree.forest import UNSEEN, Slots
+from pipedec.tree.forest import UNSEEN, PastLabels
 
 _CHAINED = -1  # replaces the row of a token that is in no tree
 Row = tuple[int, int]  # thread, and row of its tree
@@ -182,7 +182,7 @@ class _ThreadLabels:
 
     def __init__(self, sequence: ThreadSequence) -> None:
         self._sequence = sequence  # read only
-        self._slots = Slots(sequence)
+        self._past_labels = PastLabels(sequence)
         self._threads = _tensor([])  # int64 [N], the thread of each tree slot
         self._positions = _tensor([])  # int64 [N], its position id
         self._past_tokens: dict[int, int] = defaultdict(int)  # by thread: number of its tokens in the past
@@ -198,8 +198,8 @@ class _ThreadLabels:
 
     def threads_changed(self) -> Tensor | None:
         """Forget tokens that no later token attends to. Returns int64, the slots of the past that remain; None if all do."""
-        self._slots.threads_changed()
-        return self._slots.release()
+        self._past_labels.threads_changed()
+        return self._past_labels.forget_unneeded()
 
     def enter(
         self, chains: dict[int, list[int]], requested: Collection[DraftRows], slots: Sequence[Row]
@@ -214,7 +214,7 @@ class _ThreadLabels:
         positions = _tensor([position for entry in requested for position in entry.tree.positions_of(entry.rows)])
         seen = self._seen(chain, threads, requested, [row for _, row in slots])
         entering = torch.cat((chain_positions, positions))
-        slot_positions = torch.cat((self._slots.past[2], self._positions, entering))
+        slot_positions = torch.cat((self._past_labels.past[2], self._positions, entering))
 
         def add() -> None:
             self._commit(chain[0], chain[1], chain_positions)
@@ -239,8 +239,8 @@ class _ThreadLabels:
         root_indices = past + torch.bincount(chain[0], minlength=len(past))  # [T], of the root of each thread's tree
         indices = torch.where(rows == 0, root_indices[of_threads], UNSEEN)
         indices[len(slot_rows) : len(slot_rows) + num_chained] = chain[1]
-        seen = self._slots.seen(of_threads[len(slot_rows) :], of_threads, indices)
-        seen_RN = seen[:, self._slots.past.shape[1] :]
+        seen = self._past_labels.seen(of_threads[len(slot_rows) :], of_threads, indices)
+        seen_RN = seen[:, self._past_labels.past.shape[1] :]
         seen_RN[:num_chained] &= ~((of_threads == chain[0][:, None]) & (indices > chain[1][:, None]))
         first = num_chained
         for entry in requested:
@@ -251,7 +251,7 @@ class _ThreadLabels:
         return seen
 
     def _commit(self, threads: Tensor, indices: Tensor, positions: Tensor) -> None:
-        self._slots.commit(threads, indices, positions)
+        self._past_labels.commit(threads, indices, positions)
         for number in threads.tolist():
             self._past_tokens[number] += 1
 

@@ -66,12 +66,12 @@ def least_kept(logits_RV: Tensor, params: SamplingParams, count: int) -> Tensor 
     top_k = params.top_k if 0 < params.top_k < logits_RV.shape[-1] else 0
     if params.min_p <= 0 and params.top_p >= 1 and not top_k:
         return None
-    candidates = _most_probable(logits_RV, limited(params.temperature), min(count, logits_RV.shape[-1]))
+    candidates = _most_probable(logits_RV, clamped_temperature(params.temperature), min(count, logits_RV.shape[-1]))
     kept_RK, _ = _kept(candidates, params.min_p, top_k, params.top_p)
     return candidates.logits.masked_fill(~kept_RK, 0).amin(-1, keepdim=True)
 
 
-def limited(temperature: float) -> float:
+def clamped_temperature(temperature: float) -> float:
     """The nearest of ``TEMPERATURES``."""
     coldest, hottest = TEMPERATURES
     return min(max(temperature, coldest), hottest)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipedec.core.sampling import SamplingParams
-from pipedec.sampling.candidates import least_kept, limited
+from pipedec.sampling.candidates import clamped_temperature, least_kept
 from pipedec.sampling.noise import gumbel, gumbel_of
 from pipedec.sampling.sampler import bias_of
 
@@ -67,7 +67,7 @@ class TokenPredictor:
         return possible_RD.log_softmax(-1).masked_fill(logits_RD.isneginf(), -torch.inf)
 
     def _filtered(self, logits_RD: Tensor) -> Tensor:
-        tempered_RD = (logits_RD - logits_RD.amax(-1, keepdim=True)) / limited(self._sampling.temperature)
+        tempered_RD = (logits_RD - logits_RD.amax(-1, keepdim=True)) / clamped_temperature(self._sampling.temperature)
         least_R1 = least_kept(logits_RD, self._sampling, _CANDIDATES)
         if least_R1 is None:
             return tempered_RD

@@ -2,8 +2,8 @@
 
 from pipedec.tree.forest import (
     Forest,
+    PastLabels,
     Remaining,
-    Slots,
     ThreadChanges,
     ThreadedForest,
     apply_verdict,
@@ -14,7 +14,23 @@ from pipedec.tree.masks import Visibility, is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, DraftRows, DraftTree, Gaps, PredictionTree, RowChanges
 
 __all__ = [
-    "Advance", "Candidates", "DraftRows", "DraftTree", "Forest", "Gaps", "PredictionTree", "Remaining",
-    "RowChanges", "Slots", "ThreadChanges", "ThreadedForest", "Visibility", "apply_verdict", "forest_of", "is_mask",
-    "mask_groups", "position_root", "visible_slots",
+    "Advance",
+    "Candidates",
+    "DraftRows",
+    "DraftTree",
+    "Forest",
+    "Gaps",
+    "PastLabels",
+    "PredictionTree",
+    "Remaining",
+    "RowChanges",
+    "ThreadChanges",
+    "ThreadedForest",
+    "Visibility",
+    "apply_verdict",
+    "forest_of",
+    "is_mask",
+    "mask_groups",
+    "position_root",
+    "visible_slots",
 ]  # fmt: skip

@@ -109,7 +109,7 @@ def position_root(tree: DraftTree, sequence: Sequence, number: int) -> None:
         tree.set_root_position(thread.positions[-1], thread.next_position - thread.positions[-1] - 1)
 
 
-class Slots:
+class PastLabels:
     """Labels of the slots of the past, and how many tokens of every other thread each thread attends to. On the host.
 
     Attributes:
@@ -144,7 +144,7 @@ class Slots:
             self._limits = torch.tensor(table)
         return indices < self._limits[threads_R][:, labels]
 
-    def release(self) -> Tensor | None:
+    def forget_unneeded(self) -> Tensor | None:
         """Forget tokens that no later token attends to (APAR §2.4). Returns int64, the slots that remain, the prompt's included;
         None if all do.
         """
@@ -250,7 +250,7 @@ class ThreadedForest(Forest):
     def __init__(self, sequence: Sequence) -> None:
         super().__init__(sequence)
         self.threads = torch.zeros(0, dtype=torch.int64)
-        self._slots = Slots(sequence)
+        self._past_labels = PastLabels(sequence)
         self._past_tokens = {0: 0}  # by thread: number of tokens that have moved from its tree to the past
         self._rows: dict[int, Tensor] = {}  # by thread that has any: int64, its rows, in the order of its tree
         if sequence.leaves_gaps:
@@ -308,8 +308,8 @@ class ThreadedForest(Forest):
         indices = torch.full_like(self.threads, UNSEEN)
         for number, own in self._rows.items():
             indices[own[0]] = self._past_tokens[number]
-        seen = self._slots.seen(self.threads[rows], self.threads, indices)
-        past_positions = self._slots.past[2]
+        seen = self._past_labels.seen(self.threads[rows], self.threads, indices)
+        past_positions = self._past_labels.past[2]
         seen_RN = seen[:, len(past_positions) :]
         for number, of_step, of_tree in self.by_thread(rows):
             seen_RN[of_step[:, None], self._rows[number]] = self.trees[number].tree_mask[of_tree]
@@ -338,11 +338,11 @@ class ThreadedForest(Forest):
                 self._past_tokens[number] = 0
             position_root(self.trees[number], self.sequence, number)
         if changes.starts:
-            self._slots.threads_changed()
+            self._past_labels.threads_changed()
         rows = torch.cat([self.threads[:0], *committed])
         advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False)
         self._set_threads(self.threads[is_kept])
-        return advance, changes, self._slots.release() if changes.affects_threads else None
+        return advance, changes, self._past_labels.forget_unneeded() if changes.affects_threads else None
 
     def _accept(self, number: int, tokens: tuple[int, ...], is_kept: Tensor) -> Tensor:
         """Advance one tree; returns the rows that are committed."""
@@ -354,7 +354,7 @@ class ThreadedForest(Forest):
         count = len(advance.committed)
         indices = torch.arange(self._past_tokens[number], self._past_tokens[number] + count)
         self._past_tokens[number] += count
-        self._slots.commit(torch.full_like(indices, number), indices, positions[advance.committed])
+        self._past_labels.commit(torch.full_like(indices, number), indices, positions[advance.committed])
         return own[advance.committed]
 
     def _reduce(self, number: int, remaining: Remaining, is_kept: Tensor) -> None:

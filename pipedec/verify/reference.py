@@ -104,7 +104,7 @@ class Reference:
         return replace(divergence, margin=float(margin))
 
 
-def shortest(running: list[DecodeThread]) -> DecodeThread:
+def with_fewest_tokens(running: list[DecodeThread]) -> DecodeThread:
     """The thread with the fewest tokens, the oldest of several: the threads advance side by side."""
     return min(running, key=lambda thread: thread.num_tokens)
 
@@ -115,7 +115,7 @@ def naive_threads(
     sequence: ThreadSequence,
     prompt_ids: Iterable[int],
     sampling: SamplingParams,
-    choose: Choose = shortest,
+    choose: Choose = with_fewest_tokens,
 ) -> None:
     """Decode the target's answer with all the threads that it opens, one token of one thread at a time.
 

@@ -24,7 +24,7 @@ from pipedec.sampling.noise import gumbel
 from pipedec.sampling.sampler import History, tempered
 from pipedec.threads import DecodeThread, Sequence
 from pipedec.threads.sequences import Sequences
-from pipedec.verify.reference import Choose, load_transformers, naive_threads, shortest
+from pipedec.verify.reference import Choose, load_transformers, naive_threads, with_fewest_tokens
 
 LEAST = 1e-3
 transformers_logging.disable_progress_bar()
@@ -148,7 +148,7 @@ class _Watcher:
         """Which thread goes on, and a note of that."""
 
         def noting(running: list[DecodeThread]) -> DecodeThread:
-            thread = shortest(running)
+            thread = with_fewest_tokens(running)
             self._choices.append((thread, thread.num_tokens, thread.next_position, sequence.banned(thread.number)))
             return thread
 

@@ -22,7 +22,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.plan.spec import PipelineSpec
 from pipedec.threads import BoundDialect, Dialect, Sequence, ThreadedSequence, bind, load_dialect
-from pipedec.verify.reference import Choose, naive_threads, shortest
+from pipedec.verify.reference import Choose, naive_threads, with_fewest_tokens
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
 from support.specs import bare_spec
@@ -74,7 +74,7 @@ def naive_answer(
     prompt_ids: Iterable[int],
     sampling: SamplingParams,
     end_token_ids: Iterable[int],
-    choose: Choose = shortest,
+    choose: Choose = with_fewest_tokens,
 ) -> Sequence:
     """The reference's answer to a prompt."""
     prompt = list(prompt_ids)
@@ -129,7 +129,7 @@ class ThreadModels:
         logit_bias = {self.tokenizer.token_to_id(text): 40.0 + value for text, value in bias.items()}
         return structs.replace(SETTINGS[case.setting], max_tokens=MAX_TOKENS[case.depth], logit_bias=logit_bias)
 
-    def answer(self, case: Case, choose: Choose = shortest) -> Sequence:
+    def answer(self, case: Case, choose: Choose = with_fewest_tokens) -> Sequence:
         """The reference's answer."""
         prompt_ids, sampling = self.prompt_ids(case.prompt), self.sampling(case)
         return naive_answer(self.target(case.depth), self.bound(case.dialect), prompt_ids, sampling, (END,), choose)
