@@ -21,7 +21,7 @@ from pipedec.bench.report.style import terminal_table
 from pipedec.cli.benchmarks.shared import print_table
 from pipedec.cli.options import RunningFlags, running_options
 from pipedec.cli.show import console
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.values import check_fields
@@ -49,7 +49,7 @@ class OverheadConfig:
         check_fields(self)
 
 
-def measure(config: OverheadConfig, cluster: Running, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+def measure(config: OverheadConfig, cluster: RunHandle, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """One JSONL row per number of rows; more than one row needs a draft model and is left out without one.
 
     Times are means over the timesteps of an answer, of which the median over the repeats is taken. ``left_ms`` is a timestep
@@ -70,7 +70,7 @@ def measure(config: OverheadConfig, cluster: Running, on_row: Callable[[Row], No
     return rows
 
 
-def _measure_answers(config: OverheadConfig, cluster: Running, num_rows: int) -> Row:
+def _measure_answers(config: OverheadConfig, cluster: RunHandle, num_rows: int) -> Row:
     method = "pp" if num_rows == 1 else "pipedec"
     # pp takes as many timesteps per token as there are groups; the first token is the prefill's.
     max_tokens = 1 + math.ceil(config.timesteps / cluster.topology.num_groups)

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 from msgspec import structs
 
 from pipedec.client.resumption import Resumption
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.state import RunningCluster, find_run
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
@@ -81,10 +81,10 @@ class RunningFlags(ClusterFlags):
     def are_given(self) -> bool:
         return self.running or self.redis is not None or self.run is not None
 
-    def connect(self) -> Running:
+    def connect(self) -> RunHandle:
         """Raises UserError if no such cluster is running."""
         found = self.find()
-        return Running.of(found.connect(), found.run_id)
+        return RunHandle.of(found.connect(), found.run_id)
 
 
 cluster_options = options_of(ClusterFlags, "place")

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
 from pipedec.cli.show import console
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.place import RunAddress
 from pipedec.config import Settings, settings_options
 from pipedec.config.environment import optional_secret
@@ -123,7 +123,7 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
         backend = RunAddress(found.redis_url, found.run_id)
         scheduler = found.connect()
         with scheduler.client:
-            target = Running.of(scheduler, found.run_id).description.target
+            target = RunHandle.of(scheduler, found.run_id).description.target
     else:
         backend = ClusterProcess(settings.arguments())
         target = str(settings.models.target or reference_pair() / "target")

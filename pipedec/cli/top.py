@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -19,14 +18,12 @@ from rich.text import Text
 from pipedec.cli.options import ClusterFlags, cluster_options
 from pipedec.cli.show import Interrupts
 from pipedec.cli.show import console as progress
-from pipedec.client.running import Running
-from pipedec.client.watch import RunWatch
+from pipedec.client.run_handle import RunHandle
 from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
 from pipedec.live.reading import Frame
 from pipedec.scheduler import ClientScheduler
 
-_AGAIN_SECONDS = 0.5  # until a Redis that is away is asked again
 _ANSWER = 60  # characters at the end of an answer that are shown
 
 
@@ -73,7 +70,7 @@ class _WatchedRun:
     """A run, and what its feed has shown. Raises UserError if it has ended, or another version runs it."""
 
     def __init__(self, run_id: str, scheduler: ClientScheduler) -> None:
-        self._running = Running.of(scheduler, run_id)
+        self._running = RunHandle.of(scheduler, run_id)
         self._scheduler, self._status = scheduler, scheduler.status()
         self._requests: dict[int, _WatchedRequest] = {}
         self._figures: Frame = {}
@@ -81,20 +78,15 @@ class _WatchedRun:
 
     def frames(self) -> Iterator[Frame]:
         """Frames until the run has ended, or Redis is away for long; then says so."""
-        watch = RunWatch()
+        client = self._running.client
         try:
-            while True:
-                try:
-                    for frame in self._running.client.live():
-                        if frame["k"] == "stats":
-                            self._figures, self._status = frame, self._scheduler.status()
-                            self._doing = self._scheduler.activities()
-                            watch.check(self._status)
-                        self._note(frame)
-                        yield frame
-                except SchedulerLost as error:
-                    watch.outage(error)
-                    time.sleep(_AGAIN_SECONDS)
+            for frame in client.live():
+                if frame["k"] == "stats":
+                    self._figures, self._status = frame, client.last_status or self._status
+                    with suppress(SchedulerLost):  # the feed waits for a Redis that is away
+                        self._doing = self._scheduler.activities()
+                self._note(frame)
+                yield frame
         except PipedecError as error:
             progress.print(f"The run {self._running.run_id} has ended: {error}.", soft_wrap=True)
 

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, RunningFlags, Threads, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import AUTO, Settings, settings_options
 from pipedec.config.settings import OPTIONS
@@ -115,7 +115,7 @@ def _check_wire(settings: Settings) -> None:
         raise UserError(f"--wire-dtype {wire_dtype} may change tokens, so there is nothing to verify: leave it out")
 
 
-def _compare_running(cluster: Running, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
+def _compare_running(cluster: RunHandle, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
     """Compare the methods of a running cluster with its ``pp``."""
     _check_wire(cluster.description.settings)
     for name in methods:

@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from pipedec.client.reply import Delta, Reply, TokenArrivals
-from pipedec.client.watch import SILENCE_SECONDS, RunWatch, check_silence
+from pipedec.client.reply import Delta, Reply
+from pipedec.client.session import Session
 from pipedec.cluster.state import no_such_run
 from pipedec.core.completion import Completion
-from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost
-from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
+from pipedec.core.errors import PipedecError, SchedulerLost
+from pipedec.live.reading import Frame, LiveReading
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
-from pipedec.scheduler import AsyncRedisScheduler, RunStatus
+from pipedec.scheduler import AsyncConnection, OwnerLease, RunStatus, calls
+from pipedec.scheduler.keys import Keys
+from pipedec.topology import Topology
 
-_READ_SECONDS = 5.0
-_LOOK_SECONDS = 1.5  # between two checks of the run
-_RETRY_SECONDS = 0.1  # between two attempts to reach Redis
+_READ_SECONDS = 1.5  # that a turn waits for events
 
 _T = TypeVar("_T")
 
@@ -35,9 +34,10 @@ class AsyncReply:
         reply: the answer so far.
     """
 
-    def __init__(self, scheduler: AsyncRedisScheduler, number: int, arrivals: TokenArrivals) -> None:
-        self.reply = Reply(number, self._add, arrivals=arrivals)
-        self._scheduler = scheduler
+    reply: Reply  # set when its number is known
+
+    def __init__(self, cancel: Callable[[Reply], Awaitable[None]]) -> None:
+        self._cancel = cancel
         self._news: Delta | None = None
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -83,9 +83,10 @@ class AsyncReply:
         """
         if not self._is_cancelled and not self._ended.is_set():
             self._is_cancelled = True
-            await self._scheduler.cancel(self.number)
+            await self._cancel(self.reply)
 
-    def _add(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
+        """Take the next part of the answer."""
         self._news = delta if self._news is None else self._news + delta
         self._changed.set()
 
@@ -102,22 +103,27 @@ class AsyncClient:
 
     Attributes:
         description: of the run.
-        scheduler: the connection; counts its round trips.
-        last_status: the latest state of the run, a second or two old; None before the first.
+        connection: counts its round trips.
         failure: why there will be no more answers: a rank or Redis is lost, the run was stopped, or this client was closed.
     """
 
-    def __init__(self, scheduler: AsyncRedisScheduler, description: RunDescription, check: Callable[[], None]) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self, connection: AsyncConnection, keys: Keys, description: RunDescription, lease: OwnerLease, check: Callable[[], None]
+    ) -> None:
+        self.connection = connection
         self.description = description
-        self.last_status: RunStatus | None = None
         self.failure: PipedecError | None = None
-        self._check = check
-        self._open: dict[int, AsyncReply] = {}
-        self._run = RunWatch()
-        self._is_reading = False  # whether ``read_answers`` is waiting for events of all open answers
+        self._keys, self._topology, self._lease = keys, Topology(description.groups), lease
+        self._session = Session(connection, keys, self._topology, check, owner=lease.owner)
+        self._replies: dict[int, AsyncReply] = {}  # of the session's open answers
+        self._is_reading = False  # whether a turn of the session waits for events of all open answers
         self._tasks: set[asyncio.Task[Any]] = set()  # short ones
-        self._following = [asyncio.create_task(self._until_lost(work)) for work in (self._follow(), self._watch())]
+        self._following: asyncio.Task[None] | None = asyncio.create_task(self._until_lost(self._follow()))
+
+    @property
+    def last_status(self) -> RunStatus | None:
+        """The latest state of the run, a second or two old; None before the first."""
+        return self._session.status
 
     @classmethod
     async def connect(
@@ -133,11 +139,15 @@ class AsyncClient:
             UserError: there is no such run, or another version runs it.
             SchedulerLost: Redis cannot be reached or refuses the password.
         """
-        scheduler = await AsyncRedisScheduler.connect(redis_url, run_id, owner or secrets.token_hex(8))
-        if scheduler.description is None:
-            await scheduler.disconnect()
-            raise no_such_run(run_id)
-        return cls(scheduler, scheduler.description, check)
+        connection, keys, owner = await AsyncConnection.to(redis_url), Keys(run_id), owner or secrets.token_hex(8)
+        try:
+            if (description := await connection.ask(calls.description(keys))) is None:
+                raise no_such_run(run_id)
+            await connection.ask(calls.take_lease(keys, owner))
+        except BaseException:
+            await connection.close()
+            raise
+        return cls(connection, keys, description, OwnerLease(redis_url, keys, owner), check)
 
     async def submit(self, request: PromptRequest) -> AsyncReply:
         """Submit a request. If the task that awaits this is cancelled, so is the request.
@@ -163,7 +173,11 @@ class AsyncClient:
 
     async def status(self) -> RunStatus:
         """The state of the run. Raises SchedulerLost."""
-        return await self.scheduler.status()
+        return await self.connection.ask(calls.status(self._keys, self._topology))
+
+    async def present_description(self) -> RunDescription | None:
+        """The present description of the run: ranks that meet again describe themselves anew. Raises SchedulerLost."""
+        return await self.connection.ask(calls.description(self._keys))
 
     async def live(self) -> AsyncIterator[list[Frame]]:
         """The live feed (docs/live.md), in batches. Frames of figures come once a second in any case. One reader for each
@@ -172,68 +186,35 @@ class AsyncClient:
         Raises:
             RankLost, SchedulerLost: the run has ended, or stopped answering.
         """
-        reading, position, renewed = LiveReading(self.scheduler.run_id), "", -STATS_SECONDS
+        feed = LiveReading(self._keys.run_id)
         while self.failure is None:
-            try:
-                if not position:
-                    position = await self.scheduler.live_position()
-                    await self.scheduler.watch(begins=True)
-                if time.monotonic() > renewed + STATS_SECONDS:
-                    renewed = time.monotonic()
-                    await self.scheduler.watch()
-                    yield [reading.stats(await self.scheduler.status())]
-                for shown in await self.scheduler.read_live(position, READ_SECONDS):
-                    position = shown.position
-                    gap = reading.missed(shown)
-                    if gap is not None:
-                        await self.scheduler.watch(begins=True)
-                    yield [*([] if gap is None else [gap]), *reading.on_batch(shown)]
-            except SchedulerLost as error:
-                await self._bear(error)
-                position = ""
+            yield await self._session.live(feed)
         raise self.failure
 
     async def aclose(self) -> None:
         """Cancel open requests and delete everything in Redis that only this client needs. May be called twice."""
-        if not self._following:
+        following, self._following = self._following, None
+        if following is None:
             return
         self._lose(PipedecError("the client was closed"))
-        for task in self._following:
-            task.cancel()
-        await asyncio.gather(*self._following, *self._tasks, return_exceptions=True)
-        self._following.clear()
+        following.cancel()
+        await asyncio.gather(following, *self._tasks, return_exceptions=True)
+        await asyncio.to_thread(self._lease.end)
         with suppress(PipedecError):
-            for number in self._open:
-                await self._give_up(number)
-            await self.scheduler.release_owner()
-        await self.scheduler.disconnect()
+            await self._session.give_up(*self._session.open.values())
+            await self.connection.ask(calls.release(self._keys, self._lease.owner))
+        await self.connection.close()
 
     async def _submit(self, request: PromptRequest) -> AsyncReply:
-        arrivals = TokenArrivals()  # the clock starts before the request is sent
-        request = request.seeded()
-        number = await self._queue(request)
-        reply = self._open[number] = AsyncReply(self.scheduler, number, arrivals)
+        answer = AsyncReply(self._session.cancel)
+        answer.reply = await self._session.submit(request, answer.add)
+        self._replies[answer.number] = answer
         if self.failure is not None:
-            reply.end(self.failure)
+            answer.end(self.failure)
         elif self._is_reading:
             self._is_reading = False
-            await self.scheduler.wake()
-        return reply
-
-    async def _queue(self, request: PromptRequest) -> int:
-        """Submit the request and return its number; repeat the call if it may not have arrived."""
-        operation = secrets.token_hex(8)
-        while True:
-            try:
-                return await self.scheduler.submit(request.to_json(), request.priority, operation)
-            except (QueueFull, SchedulerBusy):
-                raise
-            except SchedulerLost as error:
-                await self._bear(error)
-
-    async def _give_up(self, number: int) -> None:
-        await self.scheduler.cancel(number)
-        await self.scheduler.close_answer(number)
+            await self.connection.ask(calls.wake(self._keys, self._lease.owner))
+        return answer
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -244,55 +225,23 @@ class AsyncClient:
     async def _follow(self) -> None:
         """Pass the events of all open answers to their readers."""
         while self.failure is None:
+            lapsed = [*self._session.open.values()] if self._lease.has_lapsed() else []
             self._is_reading = True
-            positions = {number: reply.reply.position for number, reply in self._open.items()}
-            try:
-                for number, position, event in await self.scheduler.read_answers(positions, _READ_SECONDS):
-                    if (reply := self._open.get(number)) is not None:
-                        reply.reply.take(position, event)
-            except SchedulerLost as error:
-                await self._bear(error)
+            ended = await self._session.turn(_READ_SECONDS, looks=bool(lapsed))
             self._is_reading = False
-            for number in [number for number, reply in self._open.items() if reply.reply.has_ended]:
-                self._open.pop(number).end()
-                self._begin(self._until_lost(self.scheduler.close_answer(number)))
-
-    async def _watch(self) -> None:
-        """Check whether the run still answers, and has kept the requests of this client."""
-        while self.failure is None:
-            await asyncio.sleep(_LOOK_SECONDS)
-            try:
-                self._check()
-                await self._look()
-            except SchedulerLost as error:
-                await self._bear(error)
-
-    async def _look(self) -> None:
-        status = self.last_status = await self.scheduler.status()
-        self._run.check(status)
-        if self.scheduler.lease is not None and self.scheduler.lease.has_lapsed():
-            suspended = "this process did not run for some seconds, and the cluster has cancelled its requests"
-            while self._open:
-                number, reply = self._open.popitem()
-                reply.end(SchedulerLost(suspended))
-                self._begin(self._until_lost(self._give_up(number)))
-        replies = [reply.reply for reply in self._open.values()]
-        for one in replies:
-            one.run_recovers(status.is_recovering)
-        check_silence(status, replies, SILENCE_SECONDS)
-
-    async def _bear(self, error: PipedecError) -> None:
-        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
-        self._check()
-        self._run.outage(error)
-        for reply in self._open.values():
-            reply.reply.run_recovers(True)
-        await asyncio.sleep(_RETRY_SECONDS)
+            for reply in ended:
+                self._replies.pop(reply.number).end()
+                self._begin(self._until_lost(self._session.close(reply)))
+            for reply in lapsed:
+                if self._session.open.pop(reply.number, None) is not None:
+                    suspended = "this process did not run for some seconds, and the cluster has cancelled its requests"
+                    self._replies.pop(reply.number).end(SchedulerLost(suspended))
+                    self._begin(self._until_lost(self._session.give_up(reply)))
 
     def _lose(self, error: PipedecError) -> None:
         """End all answers: no more events arrive."""
         self.failure = self.failure or error
-        for reply in self._open.values():
+        for reply in self._replies.values():
             reply.end(error)
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:

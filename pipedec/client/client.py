@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any, TypeVar, cast
 
-from pipedec.client.reply import Delta, OnDelta, Reply, TokenArrivals
-from pipedec.client.watch import LOOK_SECONDS, SILENCE_SECONDS, RunWatch, check_silence
+from pipedec.client.reply import Delta, OnDelta, Reply
+from pipedec.client.session import LOOK_SECONDS, SILENCE_SECONDS, Session
 from pipedec.core.completion import Completion
-from pipedec.core.errors import PipedecError, QueueFull, SchedulerBusy, SchedulerLost, UserError
-from pipedec.live.reading import READ_SECONDS, STATS_SECONDS, Frame, LiveReading
-from pipedec.messages.events import AbortEvent, ThreadNews
+from pipedec.core.errors import PipedecError, UserError
+from pipedec.live.reading import Frame, LiveReading
+from pipedec.messages.events import ThreadNews
 from pipedec.messages.request import PromptRequest
-from pipedec.scheduler import ClientScheduler
+from pipedec.scheduler import ClientScheduler, RunStatus
+from pipedec.scheduler.calls import Call
 
 _CHECK_SECONDS = 0.25  # between two calls of ``check`` while no event arrives
-_QUIET_LOOK_SECONDS = 0.5  # between two checks of the run while no event arrives
-_RETRY_SECONDS = 0.1  # between two attempts to reach Redis
 
+_T = TypeVar("_T")
 OnText = Callable[[str], None]
 OnThreads = Callable[[list[ThreadNews]], None]
 OnPause = Callable[[bool], None]  # whether the answer is paused from now on
@@ -42,12 +42,10 @@ class Client:
         self, scheduler: ClientScheduler, check: Callable[[], None] | None = None, silence_seconds: float = SILENCE_SECONDS
     ) -> None:
         self._scheduler = scheduler
-        self._check = check or (lambda: None)
         self._waits_seconds = LOOK_SECONDS if check is None else _CHECK_SECONDS
-        self._silence_seconds = silence_seconds
-        self._open: dict[int, Reply] = {}
-        self._watch = RunWatch()
-        self._looked = 0.0
+        self._session = Session(
+            _Blocking(scheduler), scheduler.keys, scheduler.topology, check or (lambda: None), silence_seconds
+        )
 
     def ask(
         self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore
@@ -105,7 +103,7 @@ class Client:
             for index, reply in enumerate(replies):
                 if reply.has_ended:
                     on_end(index)
-            while self._open:
+            while self._session.open:
                 for reply in self.read():
                     on_end(indices[id(reply)])
         return replies
@@ -116,32 +114,15 @@ class Client:
         Raises:
             RankLost, SchedulerLost: the run has ended, or stopped answering.
         """
-        reading, position, watch = LiveReading(self._scheduler.run_id), self._scheduler.live_position(), RunWatch()
-        self._scheduler.watch(begins=True)
-        renewed = -STATS_SECONDS
+        feed = LiveReading(self._scheduler.run_id)
         while True:
-            if time.monotonic() > renewed + STATS_SECONDS:
-                renewed = time.monotonic()
-                self._scheduler.watch()
-                status = self._scheduler.status()
-                watch.check(status)
-                yield reading.stats(status)
-            for shown in self._scheduler.read_live(position, READ_SECONDS):
-                position = shown.position
-                if (gap := reading.missed(shown)) is not None:
-                    self._scheduler.watch(begins=True)
-                    yield gap
-                yield from reading.on_batch(shown)
+            yield from _result(self._session.live(feed))
 
     def submit(
         self, request: PromptRequest, on_text: OnText = _ignore, on_threads: OnThreads = _ignore, on_pause: OnPause = _ignore
     ) -> Reply:
         """Submit a request; ``read`` then follows its answer. Raises UserError if the run takes no requests."""
-        arrivals = TokenArrivals()  # the clock starts before the request is sent
-        request = request.seeded()
-        number = self._submit(request)
-        reply = self._open[number] = Reply(number, _calling(on_text, on_threads, on_pause), arrivals=arrivals)
-        return reply
+        return _result(self._session.submit(request, _calling(on_text, on_threads, on_pause)))
 
     def read(self, timeout_seconds: float | None = None) -> list[Reply]:
         """Wait for events of any open answer and handle them. Returns the replies that have ended.
@@ -153,31 +134,22 @@ class Client:
             RankLost, SchedulerLost: the cluster died or stopped answering.
         """
         timeout = self._waits_seconds if timeout_seconds is None else timeout_seconds
-        if not self._open:
+        if not self._session.open:
             time.sleep(timeout)
             return []
-        events = []
-        try:
-            events = self._scheduler.read_answers({number: reply.position for number, reply in self._open.items()}, timeout)
-        except SchedulerLost as error:
-            self._bear(error)
-        for number, position, event in events:
-            if isinstance(event, AbortEvent):
-                self._check()  # the supervisor knows better than other ranks how a process ended
-            self._open[number].take(position, event)
-        if not events:
-            self._check()
-        if time.monotonic() > self._looked + (LOOK_SECONDS if events else _QUIET_LOOK_SECONDS):
-            self._look()
-        ended = [reply for reply in self._open.values() if reply.has_ended]
+        ended = _result(self._session.turn(timeout))
         for reply in ended:
-            del self._open[reply.number]
-            self._scheduler.close_answer(reply.number)
+            _result(self._session.close(reply))
         return ended
 
     def cancel(self, reply: Reply) -> None:
         """End a request; its answer continues until the cluster has ended it."""
-        self._scheduler.cancel(reply.number)
+        _result(self._session.cancel(reply))
+
+    @property
+    def last_status(self) -> RunStatus | None:
+        """The state of the run when it was last read; None before the first time."""
+        return self._session.status
 
     def is_up(self) -> bool:
         """Whether the run takes requests."""
@@ -190,44 +162,32 @@ class Client:
             yield
         except BaseException:
             with suppress(PipedecError):
-                for number in self._open:
-                    self._scheduler.cancel(number)
-                    self._scheduler.close_answer(number)
+                _result(self._session.give_up(*self._session.open.values()))
             raise
         finally:
-            self._open.clear()
+            self._session.open.clear()
 
-    def _submit(self, request: PromptRequest) -> int:
-        """Submit the request and return its number; repeat the call if it may not have arrived."""
-        operation = secrets.token_hex(8)
-        while True:
-            try:
-                return self._scheduler.submit(request.to_json(), request.priority, operation=operation)
-            except (QueueFull, SchedulerBusy):
-                raise
-            except SchedulerLost as error:
-                self._bear(error)
 
-    def _look(self) -> None:
-        """Raises RankLost if the cluster has failed or ended, or an answer has been silent for too long without waiting."""
-        self._check()
-        try:
-            status = self._scheduler.status()
-            self._watch.check(status)
-            for reply in self._open.values():
-                reply.run_recovers(status.is_recovering)
-            check_silence(status, self._open.values(), self._silence_seconds)
-        except SchedulerLost as error:
-            self._bear(error)
-        self._looked = time.monotonic()
+class _Blocking:
+    """The connection of a session that blocks."""
 
-    def _bear(self, error: PipedecError) -> None:
-        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
-        self._check()
-        self._watch.outage(error)
-        for reply in self._open.values():
-            reply.run_recovers(True)
-        time.sleep(_RETRY_SECONDS)
+    def __init__(self, scheduler: ClientScheduler) -> None:
+        self._scheduler = scheduler
+
+    async def ask(self, call: Call[_T]) -> _T:
+        return self._scheduler.ask(call)
+
+    async def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def _result(work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return cast(_T, end.value)
+    raise AssertionError("it is suspended")
 
 
 def _calling(on_text: OnText, on_threads: OnThreads, on_pause: OnPause) -> OnDelta:

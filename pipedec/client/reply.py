@@ -102,6 +102,7 @@ class Reply:
         error: why it was refused, or that it was cancelled before it began; else None.
         trace: of a traced answer.
         cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
+        operation: the id with which its request was submitted.
         overran: timesteps in which a rank took longer than its emulated time.
         waits: for KV memory, at the beginning or after a pause.
         heard: when the last event arrived, or the request was last known to wait, in seconds of ``time.monotonic``.
@@ -111,6 +112,7 @@ class Reply:
     on_delta: OnDelta = lambda delta: None
     completion: Completion | None = None
     error: PipedecError | None = None
+    operation: str = ""
     trace: list[TraceEvent] = field(default_factory=list)
     cache_slots: dict[int, int] = field(default_factory=dict)
     overran: set[int] = field(default_factory=set)

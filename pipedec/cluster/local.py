@@ -20,7 +20,7 @@ from pipedec.config import Settings
 from pipedec.config.settings import LogLevel
 from pipedec.core.errors import UserError
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import EmbeddedServer, SupervisorScheduler
+from pipedec.scheduler import EmbeddedRedis, SupervisorScheduler
 
 _NODE = "local"  # the only host of the run
 _END_SECONDS = 10.0
@@ -48,13 +48,13 @@ class LocalCluster(Supervisor):
         self._processes = RankProcesses()
         super().__init__(spec.topology, run_id or f"local-{secrets.token_hex(4)}", self._processes)
         self.spec = spec
-        self._server: EmbeddedServer | None = None
+        self._server: EmbeddedRedis | None = None
         self._watching: _WatchThread | None = None
 
     def _open_redis(self) -> str:
         if (url := self.spec.settings.cluster.redis.connection_url) is not None:
             return url
-        self._server, self._owns_redis = EmbeddedServer(), True
+        self._server, self._owns_redis = EmbeddedRedis(), True
         return self._server.url
 
     def _start_ranks(self) -> None:

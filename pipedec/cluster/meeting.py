@@ -42,7 +42,7 @@ from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
 from pipedec.messages.run import RankDescription
 from pipedec.plan.budgets import agreed_budget, kv_slots, rank_needs
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import RankScheduler, read_description, scripts_digest
+from pipedec.scheduler import RankScheduler, calls, read_description, scripts_digest
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
 from pipedec.transport.wire import PROTOCOL
@@ -267,8 +267,9 @@ class Meeting:
                 names = [rank_name(rank) + (f" on {places[rank].host}" if places else "") for rank in missing]
                 raise RankLost(f"{', '.join(names)} did not {_DONE[kind]} within {seconds:.0f} s")
             self._check()
-            last = {self._scheduler.keys.meeting: self._position}
-            for _, position, event in self._scheduler.read_answers(last, _POLL_SECONDS):
+            keys = self._scheduler.keys
+            last = {keys.meeting: self._position}
+            for _, position, event in self._scheduler.ask(calls.read_answers(keys, last, _POLL_SECONDS)).events:
                 self._position = position
                 self._events.append(event)
 

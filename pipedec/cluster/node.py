@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pipedec.cluster.doctor.host import HostDoctor
     from pipedec.cluster.host_watch import HostWatch
     from pipedec.cluster.node_run import NodeRun
-    from pipedec.scheduler import EmbeddedServer
+    from pipedec.scheduler import EmbeddedRedis
 
 PROTOCOL = 4  # version of orders and news; to be raised when launchers and nodes of two versions would misunderstand each other
 END_SECONDS = 3.0
@@ -144,7 +144,7 @@ class Node:
         self._running: set[int] = set()
         self._run: NodeRun | None = None
         self._watch: HostWatch | None = None
-        self._server: EmbeddedServer | None = None
+        self._server: EmbeddedRedis | None = None
         self._doctor: HostDoctor | None = None
 
     def run(self) -> None:
@@ -214,11 +214,11 @@ class Node:
                 os.environ.update(order["environment"])  # before the process from which ranks inherit it
                 start_fork_server()
             case "redis":
-                from pipedec.scheduler.server import ALL_ADDRESSES, LOOPBACK, EmbeddedServer
+                from pipedec.scheduler.redis_process import ALL_ADDRESSES, LOOPBACK, EmbeddedRedis
 
                 address = own_address(order["towards"], order["interface"])
                 bind = ALL_ADDRESSES if address else LOOPBACK
-                self._server = EmbeddedServer(bind=bind, port=order["port"], password=order["password"])
+                self._server = EmbeddedRedis(bind=bind, port=order["port"], password=order["password"])
                 self._say("redis", address=address or LOOPBACK, port=self._server.port)
             case "join":
                 from pipedec.cluster.node_run import LaunchedRun, NodeRun

@@ -21,9 +21,16 @@ _REMEMBERED = 200  # tokens that the hit rate covers
 
 
 class LiveReading:
-    """The state of one reader of the feed of ``run``."""
+    """The state of one reader of the feed of ``run``.
+
+    Attributes:
+        position: of the last batch; empty if the reader has to begin.
+        renewed: when its lease was renewed last, and figures were made; monotonic.
+    """
 
     def __init__(self, run: str) -> None:
+        self.position = ""
+        self.renewed = -STATS_SECONDS
         self._run = run
         self._number: int | None = None  # the last batch's
         self._hits: deque[bool] = deque(maxlen=_REMEMBERED)

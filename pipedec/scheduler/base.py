@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import redis
 from msgspec import structs
+from redis.exceptions import NoScriptError
 
 from pipedec.core.errors import SchedulerLost
-from pipedec.messages.events import Event
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import ActivityReport
-from pipedec.scheduler.client import BLOCK_SECONDS, PATIENCE_SECONDS, lost_run, patiently, translated_errors
+from pipedec.scheduler import calls
+from pipedec.scheduler.calls import Call
+from pipedec.scheduler.client import PATIENCE_SECONDS, lost_run, patiently, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
-from pipedec.scheduler.scripts import KEY_SECONDS, events_read, look_call, script_text, status_of
+from pipedec.scheduler.scripts import KEY_SECONDS
 from pipedec.topology import Topology, of_rank
 from pipedec.validation import parse_json
 
@@ -46,7 +46,6 @@ class BaseScheduler:
         self.topology = topology
         self.patience_seconds = PATIENCE_SECONDS
         self.round_trips = 0
-        self._scripts: dict[str, Any] = {}
         self._address = _address_of(client)
         self._queues = [self.keys.queue(rank) for rank in topology.ranks]
 
@@ -105,24 +104,7 @@ class BaseScheduler:
 
     def status(self) -> RunStatus:
         """The state of the run, with everything that a waiting client needs, in one round trip."""
-        return status_of(self._run_script(*look_call(self.keys, self.topology)))
-
-    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        """The new events of several answers, each with its request and position; [] if none arrives within ``timeout_seconds``.
-
-        ``last`` holds, by request number, the position of the last event already read; ``"0"`` to start at the beginning. Raises
-        PipedecError if anything but an event has arrived.
-        """
-        streams: Any = {self.keys.answer(number): position for number, position in last.items()}
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            remaining = min(deadline - time.monotonic(), BLOCK_SECONDS)
-            block = max(1, int(remaining * 1000)) if remaining > 0 else None
-            reply: Any = self._ask(partial(self.client.xread, streams, block=block))
-            if reply:
-                return events_read(self.keys, reply)
-            if time.monotonic() >= deadline:
-                return []
+        return self.ask(calls.status(self.keys, self.topology))
 
     def clock_us(self) -> int:
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
@@ -131,18 +113,22 @@ class BaseScheduler:
 
     def clear(self) -> None:
         """Delete all keys of the run."""
-        if stored := self._stored():
+        if stored := self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000))):
             self._ask(lambda: self.client.delete(*stored))
 
-    def _stored(self) -> list[bytes]:
-        """All keys of the run."""
-        return self._ask(lambda: list(self.client.scan_iter(match=self.keys.prefix + "*", count=1000)))
+    def ask(self, call: Call[_T]) -> _T:
+        """Execute a call and return its result."""
 
-    def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any], patience_seconds: float | None = None) -> Any:
-        script = self._scripts.get(name)
-        if script is None:
-            script = self._scripts[name] = self.client.register_script(script_text(name))
-        return self._ask(lambda: script(keys=keys, args=arguments), patience_seconds)
+        def execute() -> Any:
+            try:
+                return self.client.execute_command(*call.words)
+            except NoScriptError:  # nothing was executed
+                return self.client.execute_command(*call.with_source())
+
+        return call.read(self._ask(execute, call.patience_seconds))
+
+    def _run_script(self, name: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        return self.ask(calls.script(name, keys, arguments, lambda reply: reply))
 
     def _ask(self, command: Callable[[], _T], patience_seconds: float | None = None) -> _T:
         self.round_trips += 1
@@ -153,9 +139,10 @@ def read_description(client: redis.Redis, run_id: str) -> RunDescription | None:
     """The description that the ranks have published, for clients; None if there is no such run. Raises UserError if it has
     another version.
     """
+    call = calls.description(Keys(run_id))
     with translated_errors(_address_of(client)):
-        text: Any = client.hget(Keys(run_id).run, "description")
-    return parse_json(RunDescription, text, "the description of the run") if text is not None else None
+        text = client.execute_command(*call.words)
+    return call.read(text)
 
 
 def activity_of(record: str, now_us: int) -> ActivityReport:

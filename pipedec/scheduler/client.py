@@ -8,7 +8,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -72,35 +72,29 @@ def connect(url: str) -> redis.Redis:
         SchedulerLost: within 5 seconds, if the server cannot be reached, refuses the password or is older than 6.2.
         UserError: ``url`` is not such a URL.
     """
-    address = _checked_address(url)
-    with translated_errors(address), redis.Redis.from_url(url, **options_of(url, CONNECT_SECONDS)) as probe:
-        info: Any = probe.info("server")
-    check_version(address, _version_of(info))
+    _check_server(url)
     return redis.Redis.from_url(url, **options_of(url, REPLY_SECONDS))
 
 
 async def async_connect(url: str) -> redis.asyncio.Redis:
     """As ``connect``, for asyncio. Has ``MAX_CONNECTIONS`` connections from the start; a command may wait for one of them."""
-    address = _checked_address(url)
-    with translated_errors(address):
-        async with redis.asyncio.Redis.from_url(url, **_async_options(url, CONNECT_SECONDS)) as probe:
-            info: Any = await probe.info("server")
-    check_version(address, _version_of(info))
-    pool = redis.asyncio.BlockingConnectionPool.from_url(
-        url, max_connections=MAX_CONNECTIONS, timeout=REPLY_SECONDS, **_async_options(url, REPLY_SECONDS)
-    )
-    with translated_errors(address):
+    await asyncio.to_thread(_check_server, url)
+    options = {**options_of(url, REPLY_SECONDS), "retry": AsyncRetry(NoBackoff(), 0)}
+    pool = redis.asyncio.BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=REPLY_SECONDS, **options)
+    with translated_errors(address_of(url)):
         for connection in await asyncio.gather(*(pool.get_connection() for _ in range(MAX_CONNECTIONS))):
             await pool.release(connection)
     return redis.asyncio.Redis.from_pool(pool)
 
 
-def _checked_address(url: str) -> str:
-    """As ``address_of``. Raises UserError for another scheme, too."""
+def _check_server(url: str) -> None:
+    """Raises as ``connect``."""
     address = address_of(url)
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
-    return address
+    with translated_errors(address), redis.Redis.from_url(url, **options_of(url, CONNECT_SECONDS)) as probe:
+        info: Any = probe.info("server")
+    check_version(address, str(info.get("valkey_version") or info.get("redis_version", "0")))
 
 
 def options_of(url: str, reply_seconds: float) -> dict[str, Any]:
@@ -116,10 +110,6 @@ def options_of(url: str, reply_seconds: float) -> dict[str, Any]:
         found = {getattr(socket, name): value for name, value in wanted.items() if hasattr(socket, name)}
         options |= {"socket_keepalive": True, "socket_keepalive_options": found}
     return options
-
-
-def _async_options(url: str, reply_seconds: float) -> dict[str, Any]:
-    return {**options_of(url, reply_seconds), "retry": AsyncRetry(NoBackoff(), 0)}
 
 
 class DedicatedConnection:
@@ -169,10 +159,6 @@ class DedicatedConnection:
         broken, self._connection = self._connection, None
         broken.disconnect()
         self._client.connection_pool.release(broken)
-
-
-def _version_of(info: Mapping[str, Any]) -> str:
-    return str(info.get("valkey_version") or info.get("redis_version", "0"))
 
 
 def check_version(address: str, version: str) -> None:

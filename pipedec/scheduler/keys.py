@@ -74,7 +74,3 @@ class Keys:
 
     def answer(self, request_number: int) -> str:
         return f"{self.answer_prefix}{request_number}"
-
-    def is_lease(self, key: str) -> bool:
-        """Whether the key exists only while a rank, a supervisor or an owner renews it."""
-        return key.startswith((self.alive_prefix, self.node_prefix, self.owner_prefix))

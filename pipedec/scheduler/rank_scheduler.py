@@ -14,6 +14,7 @@ from pipedec.core.limits import SLOW_SECONDS
 from pipedec.messages.events import Event
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import ActivityReport, Recovery, RunStats, StageStats
+from pipedec.scheduler import calls
 from pipedec.scheduler.base import BaseScheduler, activity_of
 from pipedec.scheduler.client import BLOCK_SECONDS, DedicatedConnection
 from pipedec.scheduler.protocol import (
@@ -26,7 +27,7 @@ from pipedec.scheduler.protocol import (
     Taken,
     published_token_ids,
 )
-from pipedec.scheduler.scripts import KEY_SECONDS, LEASE_MS, close_call, script_sha, script_text
+from pipedec.scheduler.scripts import KEY_SECONDS, LEASE_MS, script_sha, script_text
 from pipedec.scheduler.workflow import Planned, Task, groups_text
 from pipedec.topology import Topology
 from pipedec.validation import parse_json, to_json
@@ -86,7 +87,8 @@ class RankScheduler(BaseScheduler):
             field = str(number).encode()
             text, count = requests[field].decode(), int(attempts.get(field, 0))
             losses = attempts.get(b"losses:" + field, b"").count(b",") + (b"losses:" + field in attempts)
-            token_ids = published_token_ids(event for _, _, event in self.read_answers({number: "0"}, 0))
+            published = self.ask(calls.read_answers(self.keys, {number: "0"}, 0)).events
+            token_ids = published_token_ids(event for _, _, event in published)
             found.append(RankMessage("request", number, text=text, output_token_ids=token_ids, attempts=count, losses=losses))
         return found
 
@@ -196,7 +198,7 @@ class RankScheduler(BaseScheduler):
 
     def close_meeting(self) -> None:
         """Delete the messages of this epoch's meeting."""
-        self._run_script(*close_call(self.keys, self.keys.meeting))
+        self.ask(calls.close_answer(self.keys, self.keys.meeting))
 
     def show(self, frames: Sequence[str]) -> None:
         """For rank 0: add frames, each a JSON object, to the live feed. Only the latest batches are kept, for a short time."""

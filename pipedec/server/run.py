@@ -206,7 +206,7 @@ class ServerProcess:
             raise UserError(f"{error}: give --tokenizer DIR, a directory with the target's tokenizer") from None
         context = context_length(directory, description.settings.limits.max_model_len)
         self._front.attach(ServedRun(client, tokenizer, description, context, self._defaults))
-        self._metrics.attach(client.status, client.scheduler.present_description)
+        self._metrics.attach(client.status, client.present_description)
         self._on_ready()
         while client.failure is None and not (self._own is not None and self._own.has_ended):
             await asyncio.sleep(_LOOK_SECONDS)

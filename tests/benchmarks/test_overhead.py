@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from support.clusters import with_settings
 
 from benchmarks.overhead import OverheadConfig, measure, overhead, slowest_compute_ms
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE
 from pipedec.core.errors import UserError
@@ -53,7 +53,7 @@ def test_a_running_cluster_is_measured_by_traced_answers(resident: LocalCluster,
 @pytest.mark.parametrize("resident", ["windows"], indirect=True)
 def test_without_a_draft_only_one_row_can_be_measured(resident: LocalCluster) -> None:
     assert resident.scheduler is not None
-    without = with_settings(Running.of(resident.scheduler, resident.run_id), draft=NONE)
+    without = with_settings(RunHandle.of(resident.scheduler, resident.run_id), draft=NONE)
     (row,) = measure(OverheadConfig((4, 1), 2, 1), without)
     assert row["rows"] == 1
     with pytest.raises(UserError, match="has no draft model, so there is nothing but 1 row per timestep"):

@@ -18,7 +18,7 @@ from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster, process_start
 from pipedec.core.errors import UserError
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -214,13 +214,13 @@ def closed_port() -> int:
 
 
 @pytest.fixture
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as running:
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as running:
         yield running
 
 
 @pytest.mark.failure_case("R2")
-def test_redis_that_refuses_the_password(server: EmbeddedServer, pair: Pair, pipedec: Calls) -> None:
+def test_redis_that_refuses_the_password(server: EmbeddedRedis, pair: Pair, pipedec: Calls) -> None:
     for command in (*COMMANDS, ["up", *pair.flags, "--stages", "1"]):
         ended = pipedec(*command, "--redis", f"redis://:guess@{server.address}/0")
         assert ended.refused(1) == f"wrong Redis password for {server.address}"

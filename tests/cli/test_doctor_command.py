@@ -15,7 +15,7 @@ from support.programs import Calls as Pipedec
 
 from pipedec.cli.doctor import show
 from pipedec.cluster.doctor.findings import note, problem
-from pipedec.scheduler import EmbeddedServer
+from pipedec.scheduler import EmbeddedRedis
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -55,7 +55,7 @@ def not_supported(handle: int) -> None:
 
 
 def test_redis_is_tried(pipedec: Pipedec, monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         monkeypatch.setenv("PIPEDEC_REDIS_URL", server.url)
         assert f"at {server.address}, clock" in pipedec("doctor").out
     ended = pipedec("doctor")

@@ -22,14 +22,14 @@ from support.whole_scheduler import WholeScheduler
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta
-from pipedec.client.watch import RunWatch
+from pipedec.client.session import RunWatch
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
 from pipedec.core.errors import OutOfDescriptors, PipedecError, QueueFull, RankLost, SchedulerLost, UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
-from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
+from pipedec.scheduler import ClientScheduler, EmbeddedRedis, calls, connect
 from pipedec.topology import Topology
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -234,14 +234,14 @@ def test_waiting_requests_take_few_round_trips(cluster: LocalCluster) -> None:
         async def body(client: AsyncClient) -> None:
             waiting = [await client.submit(structs.replace(ENDLESS, priority=1)) for _ in range(96)]
             assert scheduler_of(cluster).status().waiting == 96
-            before = client.scheduler.round_trips
+            before = client.connection.round_trips
             await asyncio.sleep(2)
-            assert 0 < client.scheduler.round_trips - before <= 20
+            assert 0 < client.connection.round_trips - before <= 20
             for reply in waiting:
                 await reply.cancel()
             for place in places:
                 running.cancel(place)
-                scheduler_of(cluster).close_answer(place.number)
+                scheduler_of(cluster).ask(calls.close_answer(scheduler_of(cluster).keys, place.number))
 
         run(cluster, body)
 
@@ -283,20 +283,20 @@ def test_of_a_killed_process_nothing_is_left_and_others_go_on(cluster: LocalClus
 def test_a_client_of_no_run(cluster: LocalCluster) -> None:
     with pytest.raises(UserError, match="no cluster named 'other'"):
         asyncio.run(AsyncClient.connect(cluster.address.redis_url, "other"))
-    gone = EmbeddedServer()
+    gone = EmbeddedRedis()
     gone.stop()
     with pytest.raises(SchedulerLost, match="cannot reach Redis"):
         asyncio.run(AsyncClient.connect(gone.url, "other"))
 
 
-def opened(server: EmbeddedServer, run_id: str) -> WholeScheduler:
+def opened(server: EmbeddedRedis, run_id: str) -> WholeScheduler:
     """A run without ranks, which takes requests and answers none."""
     scheduler = WholeScheduler(connect(server.url), run_id, Topology.even(1, 1))
     scheduler.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),)))
     return scheduler
 
 
-def lost(server: EmbeddedServer, run_id: str, lose: Callable[[], object]) -> PipedecError:
+def lost(server: EmbeddedRedis, run_id: str, lose: Callable[[], object]) -> PipedecError:
     """What all waiting readers, those who submit and ``failure`` say of a run after ``lose``."""
 
     async def body() -> PipedecError:
@@ -315,24 +315,24 @@ def lost(server: EmbeddedServer, run_id: str, lose: Callable[[], object]) -> Pip
         return asyncio.run(body())
 
 
-def test_everybody_who_waits_learns_that_the_run_is_lost(redis_server: EmbeddedServer) -> None:
+def test_everybody_who_waits_learns_that_the_run_is_lost(redis_server: EmbeddedRedis) -> None:
     failing, gone, silent = (opened(redis_server, name) for name in ("fails", "gone", "silent"))
     error = lost(redis_server, "fails", lambda: failing.abort(1, "it went away"))
     assert isinstance(error, RankLost) and "it went away" in str(error)
     assert "stopped before it answered" in str(lost(redis_server, "gone", gone.clear))
-    silent.client.sadd(silent.keys.members, 1)  # it has left without giving up its lease
-    assert str(lost(redis_server, "silent", lambda: None)).endswith("stopped answering")
+    error = lost(redis_server, "silent", lambda: silent.client.sadd(silent.keys.members, 1))  # without a lease
+    assert str(error).endswith("stopped answering")
 
 
 def test_everybody_who_waits_learns_that_redis_is_gone() -> None:
-    server = EmbeddedServer()
+    server = EmbeddedRedis()
     opened(server, "alone")
     error = lost(server, "alone", server.stop)
     assert isinstance(error, SchedulerLost) and "cannot reach Redis" in str(error)
 
 
 @pytest.mark.failure_case("K10")
-def test_a_busy_event_loop_keeps_its_requests(redis_server: EmbeddedServer) -> None:
+def test_a_busy_event_loop_keeps_its_requests(redis_server: EmbeddedRedis) -> None:
     scheduler = opened(redis_server, "busy")
     lease = scheduler.keys.owner(_OWNER)
 
@@ -351,7 +351,7 @@ def test_a_busy_event_loop_keeps_its_requests(redis_server: EmbeddedServer) -> N
 
 
 @pytest.mark.failure_case("K9")
-def test_a_lack_of_descriptors_is_no_lost_cluster(redis_server: EmbeddedServer) -> None:
+def test_a_lack_of_descriptors_is_no_lost_cluster(redis_server: EmbeddedRedis) -> None:
     """The connections of a client are open from the start; another one says what is wrong, and that is no outage."""
     opened(redis_server, "full")
 
@@ -382,7 +382,7 @@ def _free_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - taken
 
 
-def test_a_process_that_slept_loses_its_requests_and_goes_on(redis_server: EmbeddedServer) -> None:
+def test_a_process_that_slept_loses_its_requests_and_goes_on(redis_server: EmbeddedRedis) -> None:
     """Its lease has expired, so that the cluster ends what it has asked for."""
     scheduler = opened(redis_server, "sleepy")
 

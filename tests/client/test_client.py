@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TypeVar
 
 import pytest
 from support.whole_scheduler import FreshRun
@@ -26,11 +27,13 @@ from pipedec.messages.events import (
 )
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
+from pipedec.scheduler.calls import Call
 from pipedec.topology import Topology
 from pipedec.tracing import TraceEvent
 
 pytestmark = pytest.mark.usefixtures("redis_client")
 
+T = TypeVar("T")
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 
 
@@ -42,11 +45,12 @@ class Answers(FreshRun):
         self.open(DESCRIPTION)
         self.events = events
 
-    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
-        number = super().submit(request, priority)
-        self.pop_requests(1)
-        self.publish(number, *self.events)
-        return number
+    def ask(self, call: Call[T]) -> T:
+        result = super().ask(call)
+        if call.name == "submit":
+            for message in self.pop_requests(1).requests:
+                self.publish(message.number, *self.events)
+        return result
 
 
 def test_events_become_text_news_logprobs_and_metrics() -> None:
@@ -107,20 +111,21 @@ class OneOfEach(FreshRun):
         self.room = room
         self.cancels: list[int] = []
 
-    def submit(self, request: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
+    def ask(self, call: Call[T]) -> T:
+        if call.name == "cancel":
+            self.cancels.append(call.words[-2])
+        if call.name != "submit":
+            return super().ask(call)
         if self.room == 0:
             raise UserError("the queue is full")
         self.room -= 1
-        number = super().submit(request, priority)
+        result = super().ask(call)
+        (message,) = self.pop_requests(1).requests
+        number = message.number
         done = CompletionEvent(Completion("pp", 1, 3, [5, 6], "ab", "stop"))
         answered = (TokensEvent([5], f"a{number}"), TokensEvent([6], f"b{number}", None, 1, 2), done)
-        self.pop_requests(1)
         self.publish(number, *(answered, (ErrorEvent("too long"),), (CancelledEvent(),))[number % 4 % 3])
-        return number
-
-    def cancel(self, number: int) -> bool:
-        self.cancels.append(number)
-        return True
+        return result
 
 
 def test_of_many_requests_one_that_is_refused_does_not_lose_the_others() -> None:

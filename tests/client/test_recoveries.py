@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -13,14 +13,13 @@ from support.whole_scheduler import FreshRun
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta, Reply
-from pipedec.client.watch import LOOK_SECONDS, OUTAGE_SECONDS
+from pipedec.client.session import LOOK_SECONDS, OUTAGE_SECONDS
 from pipedec.config import Settings
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.messages.events import (
     CompletionEvent,
-    Event,
     LogprobsEvent,
     PromptLogprobsEvent,
     ResumedEvent,
@@ -29,11 +28,12 @@ from pipedec.messages.events import (
 )
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
-from pipedec.scheduler import RunStatus
+from pipedec.scheduler.calls import Call
 from pipedec.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("redis_client")
 
+T = TypeVar("T")
 DESCRIPTION = RunDescription(Settings.of(target="target"), ((1,),), ((0, 1),))
 REQUEST = PromptRequest("Hello", sampling=SamplingParams(1.0, max_tokens=4))
 TEXT = "abcdefghij"
@@ -53,18 +53,11 @@ class Recovering(FreshRun):
         self.times = 0  # that it is away
         self.open(DESCRIPTION, recovers=True)
 
-    def status(self) -> RunStatus:
-        self._answer()
-        return super().status()
-
-    def read_answers(self, last: Mapping[int, str], timeout_seconds: float) -> list[tuple[int, str, Event]]:
-        self._answer()
-        return super().read_answers(last, timeout_seconds)
-
-    def _answer(self) -> None:
+    def ask(self, call: Call[T]) -> T:
         if self.times > 0 and self.trouble is not None:
             self.times -= 1
             raise self.trouble
+        return super().ask(call)
 
 
 def said(first: int, last: int) -> TokensEvent:

@@ -38,7 +38,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import Choice, RunDescription
 from pipedec.methods import METHOD_NAMES, applicable_options
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.verify.reference import Reference
 
@@ -310,7 +310,7 @@ def test_a_request_whose_reader_goes_away_ends_and_the_next_one_is_right(
 def test_a_stop_finishes_the_request_under_way_and_refuses_the_rest(
     pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with EmbeddedServer() as server, connect(server.url) as redis_client:
+    with EmbeddedRedis() as server, connect(server.url) as redis_client:
         spec = pair.spec(2).replaced(max_num_seqs=1)
         cluster = LocalCluster(spec.replaced(redis=RedisConfig(server.url)), "stopped")
         cluster.start()
@@ -351,7 +351,7 @@ def test_a_run_name_in_use_is_refused_and_the_run_goes_on(pair: Pair, resident: 
 
 
 def test_what_a_dead_run_left_does_not_hinder_the_next(pair: Pair) -> None:
-    with EmbeddedServer() as server, connect(server.url) as redis_client:
+    with EmbeddedRedis() as server, connect(server.url) as redis_client:
         dead = WholeScheduler(redis_client, "again", pair.spec(1).topology, lease_ms=300)
         dead.renew_lease(1)
         dead.open(RunDescription(Settings.of(target="target"), ((1,),), ((0, 8),)))

@@ -25,7 +25,7 @@ from pipedec.core.errors import EpochEnded, RankLost, SchedulerInterrupted
 from pipedec.engine.activity import Activity
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import ActivityReport
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.topology import Topology
 
 TOPOLOGY = Topology.even(2, 2)
@@ -35,13 +35,13 @@ _names = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
         yield server
 
 
 @pytest.fixture
-def attach(server: EmbeddedServer) -> Callable[[], WholeScheduler]:
+def attach(server: EmbeddedRedis) -> Callable[[], WholeScheduler]:
     """Makes schedulers of one open run."""
     name = f"epochs-{next(_names)}"
     first = WholeScheduler(connect(server.url), name, TOPOLOGY, lease_ms=400)
@@ -177,7 +177,7 @@ def test_the_lease_keeper_ends_a_process_that_nothing_else_lets_come_loose(
     assert happened[0] == LOST_ANOTHER
 
 
-def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedServer, pair: Pair, state_directory: object) -> None:
+def test_a_meeting_notices_the_next_epoch_at_once(server: EmbeddedRedis, pair: Pair, state_directory: object) -> None:
     spec, name = pair.spec(2), "meets-again"
     first = WholeScheduler(connect(server.url), name, spec.topology)
     first.open(DESCRIPTION, recovers=True)

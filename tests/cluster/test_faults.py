@@ -38,7 +38,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import DISPATCHES
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.topology import Topology
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -207,8 +207,8 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def keeping(num_ranks: int = 3) -> Iterator[tuple[LeaseKeeper, WholeScheduler, EmbeddedServer]]:
-    with EmbeddedServer() as server:
+def keeping(num_ranks: int = 3) -> Iterator[tuple[LeaseKeeper, WholeScheduler, EmbeddedRedis]]:
+    with EmbeddedRedis() as server:
         scheduler = WholeScheduler(connect(server.url), "kept", Topology.even(num_ranks - 1, num_ranks - 1), lease_ms=400)
         keeper = LeaseKeeper(scheduler, RankPlace(1, 3, 1, 3), renewal_seconds=0.05, give_up_seconds=0.2)
         keeper.start()

@@ -51,7 +51,7 @@ from pipedec.plan.budgets import rank_needs
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
 from pipedec.plan.spec import PipelineSpec, run_description
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.transport.rendezvous import MEETING_SECONDS
 
 GB = 10**9
@@ -60,8 +60,8 @@ FIRST = CardEvent(0, "b", "elsewhere", "10.0.0.2", {"pipedec": "1", "torch": "2"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
         yield server
 
 
@@ -131,7 +131,7 @@ class Run:
 
 
 @pytest.fixture
-def run(server: EmbeddedServer, pair: Pair, request: pytest.FixtureRequest, state_directory: Path) -> Iterator[Run]:
+def run(server: EmbeddedRedis, pair: Pair, request: pytest.FixtureRequest, state_directory: Path) -> Iterator[Run]:
     made = Run(server.url, re.sub(r"[^a-z_]", "-", request.node.name), pair.spec(2))
     yield made
     made.threads.shutdown()
@@ -351,7 +351,7 @@ def test_a_rank_on_another_host_than_planned_says_the_order(pair: Pair, monkeypa
 
 
 @pytest.mark.usefixtures("leaves_nothing")
-def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: EmbeddedServer) -> None:
+def test_a_rank_that_dies_before_the_others_come_is_noticed(run: Run, server: EmbeddedRedis) -> None:
     """Ranks hold their leases from the beginning, which also keep what they have posted."""
     ranks = RankProcesses()
     try:

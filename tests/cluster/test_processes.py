@@ -17,7 +17,7 @@ from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, describe_exit
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config.environment import RANK_ENVIRONMENT
 from pipedec.core.errors import RankLost
-from pipedec.scheduler import ClientScheduler, EmbeddedServer, connect
+from pipedec.scheduler import ClientScheduler, EmbeddedRedis, connect
 from pipedec.topology import Topology
 
 # A process of its own: the fork server of this one is running already.
@@ -152,7 +152,7 @@ OfThree: Any = type("OfThree", (Supervisor,), dict.fromkeys(Supervisor.__abstrac
     ids=["late", "soon", "last"],
 )
 def test_a_killed_rank_is_blamed_although_its_neighbour_was_seen_to_end_before_it(ends: tuple[tuple[int, int], ...]) -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         supervisor = OfThree(Topology.even(3, 3), "run", EndingRanks(*ends))
         supervisor.scheduler = ClientScheduler(connect(server.url), "run", Topology.even(3, 3))
         with pytest.raises(RankLost, match=r"rank 2 \(stage 2\) ended with -9"):

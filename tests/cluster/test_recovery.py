@@ -27,7 +27,7 @@ from support.thread_requests import thread_request
 from support.tiny_pair import SENTENCES, Pair
 
 from pipedec.client.reply import Reply
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.config.redis import RedisConfig
 from pipedec.core.completion import Completion
@@ -279,7 +279,7 @@ class Watching:
         self._ends = False
         address = cluster.address
         self._scheduler = ClientScheduler(connect(address.redis_url), address.run_id, cluster.topology)
-        self._feed = Running.of(self._scheduler, address.run_id).client.live()
+        self._feed = RunHandle.of(self._scheduler, address.run_id).client.live()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
         assert wait_until(lambda: self.frames, 60)

@@ -31,7 +31,7 @@ from pipedec.messages.request import PromptRequest
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.partition import plan
 from pipedec.plan.spec import PipelineSpec
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.verify.reference import Reference
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
@@ -43,7 +43,7 @@ START_SECONDS = 90.0
 class Agents:
     """Two torchrun agents of two ranks each, and the Redis between them."""
 
-    server: EmbeddedServer
+    server: EmbeddedRedis
     client: redis.Redis
     logs: Path
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Agents:
 
 @pytest.fixture
 def agents(tmp_path: Path, state_directory: Path) -> Iterator[Agents]:
-    with EmbeddedServer() as server, connect(server.url) as client:
+    with EmbeddedRedis() as server, connect(server.url) as client:
         made = Agents(server, client, tmp_path)
         yield made
         for process in made.processes:

@@ -10,7 +10,7 @@ import redis
 from support.processes import wait_until
 
 from pipedec.core.errors import SchedulerLost
-from pipedec.scheduler import EmbeddedServer, RankScheduler, connect
+from pipedec.scheduler import EmbeddedRedis, RankScheduler, connect
 from pipedec.scheduler.client import DedicatedConnection
 from pipedec.topology import Topology
 
@@ -61,7 +61,7 @@ def test_an_error_reply_to_the_first_of_two_commands_leaves_no_reply_behind(redi
 
 
 def test_a_dead_server_raises_scheduler_lost() -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         scheduler = RankScheduler(connect(server.url), "dying", TWO)
         assert scheduler.wait(0, 0.01) is None
     with pytest.raises(SchedulerLost, match="cannot reach Redis"):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from msgspec.structs import replace
 from support.processes import wait_until
+from support.redis_usage import usage
 from support.run_stats import run_stats
 from support.whole_scheduler import WholeScheduler
 
@@ -393,18 +394,18 @@ def test_keys_that_lapse_and_come_back_are_not_counted(make_scheduler: MakeSched
     scheduler.renew_lease(0)
     scheduler.supervise("here", [0])
     scheduler.renew_owner("client")
-    found = scheduler.usage().keys
+    found = usage(scheduler).keys
     leases = (scheduler.keys.alive(0), scheduler.keys.node("here"), scheduler.keys.owner("client"))
-    assert scheduler.client.delete(*leases) == 3 and scheduler.usage().keys == found > 0
+    assert scheduler.client.delete(*leases) == 3 and usage(scheduler).keys == found > 0
 
 
 def test_a_session_has_all_its_keys_once_it_has_ended(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(TWO)
     scheduler.open(DESCRIPTION)
     run_session(scheduler, 1)
-    ended = scheduler.usage()
+    ended = usage(scheduler)
     scheduler.begin_session(2, initial_windows(TWO, 4), 10)
-    assert scheduler.usage().is_working
+    assert usage(scheduler).is_working
     assert not ended.is_working and scheduler.client.exists(scheduler.keys.trace) == 0
 
 
@@ -422,7 +423,7 @@ def test_a_thousand_requests_leave_no_key(make_scheduler: MakeScheduler) -> None
         moves += 1
         if moves % 50 == 0:
             run_session(scheduler, moves)
-            sizes.append(scheduler.usage().keys)
+            sizes.append(usage(scheduler).keys)
 
     crowd.run(1000, observe)
     assert len(crowd.cancelled) > 50 and len(crowd.ended_waiting) > 50, "cancelled while it ran, and while it waited"

@@ -22,7 +22,7 @@ from pipedec.config import Settings
 from pipedec.core.errors import SchedulerBusy, SchedulerInterrupted, SchedulerLost
 from pipedec.messages.events import TokensEvent
 from pipedec.messages.run import RunDescription
-from pipedec.scheduler import AsyncRedisScheduler, EmbeddedServer, RunStatus, connect
+from pipedec.scheduler import AsyncConnection, EmbeddedRedis, RunStatus, calls, connect
 from pipedec.scheduler.workflow import initial_windows
 from pipedec.topology import Topology
 
@@ -34,13 +34,13 @@ _BUSY = "while redis.call('TIME')[1] < ARGV[1] do end"
 
 
 @pytest.fixture
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
         yield server
 
 
 @pytest.fixture
-def run(server: EmbeddedServer) -> Iterator[WholeScheduler]:
+def run(server: EmbeddedRedis) -> Iterator[WholeScheduler]:
     """A run that is up, with one running request and one that waits."""
     scheduler = WholeScheduler(connect(server.url), RUN, TWO, patience_seconds=0.2)
     scheduler.open(DESCRIPTION, recovers=True)
@@ -51,12 +51,12 @@ def run(server: EmbeddedServer) -> Iterator[WholeScheduler]:
     scheduler.client.close()
 
 
-def kill(server: EmbeddedServer) -> None:
+def kill(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
     assert wait_until(lambda: not server.is_running)
 
 
-def fill(server: EmbeddedServer) -> redis.Redis:
+def fill(server: EmbeddedRedis) -> redis.Redis:
     """Leave the server no memory."""
     client = redis.Redis.from_url(server.url)
     client.config_set("maxmemory-policy", "noeviction")
@@ -65,7 +65,7 @@ def fill(server: EmbeddedServer) -> redis.Redis:
 
 
 @pytest.mark.failure_case("R8", "R9")
-def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: EmbeddedRedis, run: WholeScheduler) -> None:
     before = run.status()
     client = fill(server)
     calls: list[Callable[[], object]] = [
@@ -91,7 +91,7 @@ def test_calls_on_a_server_without_memory_name_that_and_change_nothing(server: E
 
 
 @pytest.mark.failure_case("R8")
-def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: EmbeddedRedis, run: WholeScheduler) -> None:
     run.begin_session(1, WINDOWS, 0)
     message = run.wait(1, 1)
     assert message is not None
@@ -104,7 +104,7 @@ def test_a_report_on_a_server_without_memory_is_made_when_there_is_some(server: 
 
 
 @pytest.mark.failure_case("R7")
-def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_somebody_else_s_slow_script_is_waited_for_and_then_named(server: EmbeddedRedis, run: WholeScheduler) -> None:
     client = redis.Redis.from_url(server.url)
     client.config_set("busy-reply-threshold", "10")
     seconds = str(int(time.time()) + 600)
@@ -128,8 +128,8 @@ def suppressed(call: Callable[[], object]) -> None:
 
 
 @pytest.mark.failure_case("R11")
-def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: WholeScheduler) -> None:
-    with EmbeddedServer() as primary:
+def test_a_replica_is_refused_by_name(server: EmbeddedRedis, run: WholeScheduler) -> None:
+    with EmbeddedRedis() as primary:
         redis.Redis.from_url(server.url).replicaof("127.0.0.1", str(primary.port))
         with pytest.raises(
             SchedulerLost,
@@ -139,7 +139,7 @@ def test_a_replica_is_refused_by_name(server: EmbeddedServer, run: WholeSchedule
 
 
 @pytest.mark.failure_case("R6")
-def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_flushed_script_is_sent_again(server: EmbeddedRedis, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).script_flush()
     assert run.submit("more") == 2
     run.begin_session(1, WINDOWS, 0)
@@ -150,7 +150,7 @@ def test_a_flushed_script_is_sent_again(server: EmbeddedServer, run: WholeSchedu
 
 
 @pytest.mark.failure_case("R10")
-def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(server: EmbeddedRedis, run: WholeScheduler) -> None:
     killer = redis.Redis.from_url(server.url)
     waiting = threading.Timer(0.2, lambda: killer.client_kill_filter(_type="normal", skipme=True))
     waiting.start()
@@ -162,7 +162,7 @@ def test_a_broken_connection_is_an_interruption_after_which_calls_work_again(ser
 
 
 @pytest.mark.failure_case("R10")
-def test_a_paused_server_is_waited_for(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_paused_server_is_waited_for(server: EmbeddedRedis, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).client_pause(500)
     assert run.status().waiting == 1
     run.renew_lease(1)
@@ -177,12 +177,12 @@ def test_a_submission_whose_reply_was_lost_is_made_once(run: WholeScheduler) -> 
     assert run.status().waiting == 3
 
 
-def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_server_that_was_restarted_without_data_knows_no_epoch(server: EmbeddedRedis, run: WholeScheduler) -> None:
     port = server.port
     server.stop()
     with pytest.raises(SchedulerInterrupted):
         run.status()
-    with EmbeddedServer(port=port), pytest.raises(SchedulerLost):  # another password
+    with EmbeddedRedis(port=port), pytest.raises(SchedulerLost):  # another password
         run.current_epoch()
 
 
@@ -250,7 +250,7 @@ def started(command: list[str]) -> Iterator[None]:
 
 
 @pytest.mark.failure_case("R12")
-def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedRedis, run: WholeScheduler) -> None:
     redis.Redis.from_url(server.url).flushall()
     assert run.current_epoch() is None
     assert run.status().state == "gone"
@@ -260,14 +260,14 @@ def test_flushed_keys_are_noticed_by_every_call_of_rank_0(server: EmbeddedServer
 
 
 @pytest.mark.failure_case("R8")
-def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedServer, run: WholeScheduler) -> None:
+def test_a_front_end_is_told_of_full_memory_at_once(server: EmbeddedRedis, run: WholeScheduler) -> None:
     async def ask() -> None:
-        front_end = await AsyncRedisScheduler.connect(server.url, RUN, "front-end")
+        front_end = await AsyncConnection.to(server.url)
         fill(server)
         try:
-            await front_end.submit("more")
+            await front_end.ask(calls.submit(run.keys, "more"))
         finally:
-            await front_end.disconnect()
+            await front_end.close()
 
     with pytest.raises(SchedulerBusy, match=r"no memory left"):
         asyncio.run(ask())

@@ -13,6 +13,7 @@ from support.processes import wait_until
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.live.page import GoingOn, Viewer
+from pipedec.scheduler import calls
 
 FEED = "/live/feed"
 PROMPT = "The pipeline is kept full"
@@ -58,9 +59,9 @@ def is_silent_in_the_end(site: Site, cluster: LocalCluster) -> bool:
     assert wait_until(lambda: not scheduler.client.exists(scheduler.keys.watchers), 60)
 
     def is_silent() -> bool:
-        position = scheduler.live_position()
+        position = scheduler.ask(calls.live_position(scheduler.keys))
         ask(site, COMPLETIONS, prompt=PROMPT, max_tokens=8)
-        return scheduler.live_position() == position
+        return scheduler.ask(calls.live_position(scheduler.keys)) == position
 
     return wait_until(is_silent, 60)
 

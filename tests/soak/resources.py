@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 from support.checkpoints import stage_parameters
+from support.redis_usage import usage
 
 from benchmarks.output import pipeline_row
 from pipedec.bench.record import Row, append_rows, check_writable, header
@@ -80,11 +81,11 @@ def measure_resources(spec: PipelineSpec, config: ResourcesConfig, on_phase: Cal
         first = _ask(client, replace(asked, trace=True))
         second = _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_before, keys_before = _resident_bytes(cluster), scheduler.usage().keys
+        rss_before, keys_before = _resident_bytes(cluster), usage(scheduler).keys
         for _ in range(config.requests):
             _ask(client, asked)
         _wait_until_idle(scheduler)
-        rss_after, keys_after = _resident_bytes(cluster), scheduler.usage().keys
+        rss_after, keys_after = _resident_bytes(cluster), usage(scheduler).keys
         last = _ask(client, replace(asked, trace=True))
         peaks = {rank: _peak_bytes(pid) for rank, pid in cluster.pids.items()}
     # The first and the last request are traced, since traces contain the cache sizes; memory growth is measured between them.
@@ -106,10 +107,10 @@ def _idle_cpu(cluster: LocalCluster, scheduler: ClientScheduler, seconds: float)
     """CPU time of all ranks and of Redis without requests, in percent of one core."""
     time.sleep(SETTLE_SECONDS)
     processes = [psutil.Process(pid) for pid in cluster.pids.values()]
-    started, ranks, server = time.perf_counter(), _cpu_seconds(processes), scheduler.usage().cpu_seconds
+    started, ranks, server = time.perf_counter(), _cpu_seconds(processes), usage(scheduler).cpu_seconds
     time.sleep(seconds)
     cluster.check()
-    ranks, server = _cpu_seconds(processes) - ranks, scheduler.usage().cpu_seconds - server
+    ranks, server = _cpu_seconds(processes) - ranks, usage(scheduler).cpu_seconds - server
     percent = 100 / (time.perf_counter() - started)
     return {"ranks": ranks * percent, "redis": server * percent, "total": (ranks + server) * percent}
 
@@ -143,7 +144,7 @@ def latencies(answer: TimedAnswer) -> Row:
 def _wait_until_idle(scheduler: ClientScheduler) -> None:
     """A client has its answer shortly before the session ends: only then are memory and keys what the requests leave."""
     deadline = time.monotonic() + _SILENCE_SECONDS
-    while scheduler.status().running or scheduler.usage().is_working:
+    while scheduler.status().running or usage(scheduler).is_working:
         if time.monotonic() > deadline:
             raise RankLost(f"the ranks are still busy {_SILENCE_SECONDS:.0f} s after the last answer: see pipedec status")
         time.sleep(0.01)

@@ -20,7 +20,7 @@ from pipedec.bench.options import Positive
 from pipedec.bench.record import Row, append_rows, check_writable, header, plain
 from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.client.client import Client
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
 from pipedec.core.errors import PipedecError
@@ -108,7 +108,7 @@ class _Bench:
         """A watcher that has all frames, until rank 0 knows that it has gone."""
         address = self._cluster.address
         scheduler = address.scheduler(ClientScheduler, self._cluster.topology)
-        frames = Running.of(scheduler, address.run_id).client.live()
+        frames = RunHandle.of(scheduler, address.run_id).client.live()
         steps, has_left = [0], threading.Event()
         reader = threading.Thread(target=_read, args=(frames, steps, has_left))
         reader.start()

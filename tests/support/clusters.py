@@ -11,7 +11,7 @@ from msgspec import structs
 
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.config.cluster import cluster_from
@@ -24,7 +24,7 @@ def clustered(servers: Iterable[ServerConfig], partitions: Mapping[str, Mapping[
     return cluster_from(_plain({"servers": list(servers), "partitions": partitions, **keys}))
 
 
-def with_settings(running: Running, **settings: Any) -> Running:
+def with_settings(running: RunHandle, **settings: Any) -> RunHandle:
     """A running cluster that describes itself with other settings, by name."""
     description = running.description
     return replace(running, description=structs.replace(description, settings=description.settings.replaced(**settings)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipedec.scheduler import EmbeddedServer
+from pipedec.scheduler import EmbeddedRedis
 
 
-class LastingServer(EmbeddedServer):
+class LastingServer(EmbeddedRedis):
     """One that keeps its data in ``folder``, and has them again when the next one is started there.
 
     Args:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 
 import pytest
 import redis
 
 from pipedec.messages.events import Event
-from pipedec.scheduler import ClientScheduler, EmbeddedServer, RankScheduler, SupervisorScheduler, connect
+from pipedec.scheduler import ClientScheduler, EmbeddedRedis, RankScheduler, SupervisorScheduler, calls, connect
 from pipedec.scheduler.client import PATIENCE_SECONDS
 from pipedec.scheduler.protocol import Post
-from pipedec.scheduler.scripts import LEASE_MS, submit_call
+from pipedec.scheduler.scripts import LEASE_MS
 from pipedec.topology import Topology
 
 _run_numbers = count()
@@ -29,9 +29,13 @@ class WholeScheduler(RankScheduler, ClientScheduler, SupervisorScheduler):
         self.lease_ms, self.patience_seconds = lease_ms, patience_seconds
 
     def submit(self, request_json: str, priority: int = 0, operation: str = "", owner: str = "") -> int:
-        if not owner:
-            return super().submit(request_json, priority, operation)
-        return int(self._run_script(*submit_call(self.keys, request_json, priority, operation, owner, self.lease_ms)))
+        return self.ask(calls.submit(self.keys, request_json, priority, operation, owner, self.lease_ms))
+
+    def close_answer(self, request_number: int, operation: str = "") -> None:
+        self.ask(calls.close_answer(self.keys, request_number, operation))
+
+    def read_answers(self, last: Mapping[int, str], seconds: float) -> list[calls.Arrived]:
+        return self.ask(calls.read_answers(self.keys, last, seconds)).events
 
     def renew_owner(self, owner: str) -> bool:
         return self.client.set(self.keys.owner(owner), "1", px=self.lease_ms, get=True) is not None
@@ -58,13 +62,13 @@ class FreshRun(WholeScheduler):
 
 
 @pytest.fixture(scope="session")
-def redis_server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer() as server:
+def redis_server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def redis_client(redis_server: EmbeddedServer) -> Iterator[redis.Redis]:
+def redis_client(redis_server: EmbeddedRedis) -> Iterator[redis.Redis]:
     FreshRun.shared = connect(redis_server.url)
     yield FreshRun.shared
     FreshRun.shared.close()

@@ -10,7 +10,7 @@ from msgspec import structs
 from pipedec.bench.options import Drawing, Positive, Priors
 from pipedec.bench.policy import Policy, parse_policies
 from pipedec.bench.sweep.pipelines import Measurable, ModelPair, RunningShape, Shape, as_it_is, emulated
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.settings import Dispatch
 from pipedec.core.errors import UserError
@@ -60,7 +60,7 @@ class SweepConfig(Drawing):
     slow_motion: Annotated[float, Help("Factor on all emulated times; results are divided by it.")] = 4.0
     priors: Priors = True
     pair: ModelPair = ModelPair()
-    running: Running | None = None
+    running: RunHandle | None = None
     launched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

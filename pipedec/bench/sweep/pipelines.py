@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedec.bench.record import Row, key_of
 from pipedec.checkpoints import weights_digest
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.config import AUTO, ClusterConfig, Settings
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import resolve
@@ -105,7 +105,7 @@ class Shape:
 class RunningShape:
     """A cluster that is running, known by its description; ``preset`` is the partition from which it was launched, if any."""
 
-    running: Running
+    running: RunHandle
     preset: str | None = None
 
     is_emulated = False

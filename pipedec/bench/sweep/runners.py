@@ -13,7 +13,7 @@ from msgspec import structs
 from pipedec.bench.breakdown import breakdown
 from pipedec.bench.options import Tokenizes
 from pipedec.bench.sweep.pipelines import Measurable, RunningShape
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.supervisor import Supervisor
 from pipedec.core.completion import Metrics
@@ -115,13 +115,13 @@ class OnCluster(Runner):
     prompt fits.
     """
 
-    def __init__(self, connect: Callable[[], Running], prompter: Tokenizes | None = None, slow_motion: float = 1.0) -> None:
+    def __init__(self, connect: Callable[[], RunHandle], prompter: Tokenizes | None = None, slow_motion: float = 1.0) -> None:
         super().__init__()
         self._connect, self._slow_motion = connect, slow_motion
         self.prompter = prompter or _AskedPrompts(lambda request: self.running.check_accepts(request))
 
     @cached_property
-    def running(self) -> Running:
+    def running(self) -> RunHandle:
         return self._connect()
 
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
@@ -151,10 +151,10 @@ class _AskedPrompts:
         return ()
 
 
-def connected(cluster: Supervisor) -> Running:
+def connected(cluster: Supervisor) -> RunHandle:
     """The client's side of a cluster that has been started."""
     assert cluster.scheduler is not None
-    return Running.of(cluster.scheduler, cluster.run_id, cluster.check)
+    return RunHandle.of(cluster.scheduler, cluster.run_id, cluster.check)
 
 
 @contextmanager

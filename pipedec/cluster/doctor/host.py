@@ -51,7 +51,7 @@ from pipedec.core.errors import PipedecError
 from pipedec.gguf import model_files
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, translated_errors
-from pipedec.scheduler.server import find_server_binary, server_version
+from pipedec.scheduler.redis_process import find_server_binary, server_version
 
 if TYPE_CHECKING:
     from pipedec.transport.rendezvous import StoreServer

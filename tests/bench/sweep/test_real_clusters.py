@@ -27,7 +27,7 @@ from pipedec.bench.sweep.rows import read_rows
 from pipedec.cli.main import program
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
-from pipedec.client.running import Running
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.core.errors import UserError
@@ -57,9 +57,9 @@ def config(pair: Pair, **changes: Any) -> SweepConfig:
     return replace(made, **changes)
 
 
-def running(cluster: LocalCluster) -> Running:
+def running(cluster: LocalCluster) -> RunHandle:
     assert cluster.scheduler is not None
-    return Running.of(cluster.scheduler, cluster.run_id)
+    return RunHandle.of(cluster.scheduler, cluster.run_id)
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

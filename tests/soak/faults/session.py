@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from support.redis_usage import usage
 
 from pipedec.bench.record import Row
 from pipedec.client.client import Client
@@ -105,7 +106,7 @@ def _settled(fault: Fault, load: Load, before: _State, host: ClusterHost, contro
         if status is None:
             problems.append(f"{_IDLE_SECONDS:.0f} s after the answers the run is not idle: {_short(control.status())}")
         else:
-            row |= _recovered(load, status, epoch) | {"keys": control.usage().keys}
+            row |= _recovered(load, status, epoch) | {"keys": usage(control).keys}
             problems += _unexpected(fault, status, before, host.pids)
             row["usage"] = processes_usage(host.processes(), host.pids)
             row["processes"] = len(row["usage"])

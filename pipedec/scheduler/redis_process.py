@@ -70,7 +70,7 @@ def server_version(binary: Path) -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-class EmbeddedServer:
+class EmbeddedRedis:
     """A Redis server with a password, by default on a free loopback port, whose data lasts until ``stop``.
 
     The kernel kills it when the *thread* that started it ends, so start it from the main thread. The password is passed on
@@ -169,7 +169,7 @@ class EmbeddedServer:
                 logger.warning("Redis cannot write to %s, and goes on without: should it die, the run ends", self._directory)
                 client.config_set("appendonly", "no")
 
-    def __enter__(self) -> EmbeddedServer:
+    def __enter__(self) -> EmbeddedRedis:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""A running cluster for benchmarks: its description, and a client. Needs no torch and no checkpoint."""
+"""A running cluster: its description, and a client. Needs no torch and no checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Begun(Exception):
 
 
 @dataclass(frozen=True)
-class Running:
+class RunHandle:
     """A run that answers requests."""
 
     run_id: str
@@ -28,7 +28,7 @@ class Running:
     client: Client
 
     @classmethod
-    def of(cls, scheduler: ClientScheduler, run_id: str, check: Callable[[], None] | None = None) -> Running:
+    def of(cls, scheduler: ClientScheduler, run_id: str, check: Callable[[], None] | None = None) -> RunHandle:
         """Connect to the run that ``scheduler`` serves.
 
         Args:

@@ -18,10 +18,10 @@ from support.processes import wait_until
 
 from pipedec.config import RedisConfig
 from pipedec.core.errors import SchedulerLost, UserError
-from pipedec.scheduler import EmbeddedServer, connect
+from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.scheduler.client import address_of, check_version
 from pipedec.scheduler.keys import Keys
-from pipedec.scheduler.server import ALL_ADDRESSES, find_server_binary, server_version
+from pipedec.scheduler.redis_process import ALL_ADDRESSES, find_server_binary, server_version
 
 
 def is_alive(pid: int) -> bool:
@@ -34,7 +34,7 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_server_lives_as_long_as_its_with_block() -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         pid = server.pid
         assert connect(server.url).set("a", "1")
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
@@ -47,17 +47,17 @@ def test_no_connection_is_ever_given_the_port_of_a_server() -> None:
     """So that it can be started again where it was, however busy the machine is."""
     given = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(given.read_text().split()[0]) if given.exists() else 32768
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         assert 10_000 <= server.port < first
 
 
 def test_a_server_takes_the_port_and_the_password_that_it_is_given(tmp_path: Path) -> None:
-    with EmbeddedServer(bind=ALL_ADDRESSES) as first:
+    with EmbeddedRedis(bind=ALL_ADDRESSES) as first:
         port = first.port
         with pytest.raises(UserError, match=f"port {port} is in use: choose another port for Redis"):
-            EmbeddedServer(bind=ALL_ADDRESSES, port=port)
+            EmbeddedRedis(bind=ALL_ADDRESSES, port=port)
     odd = 'it\'s "odd" \\ @:/#% ü'
-    with EmbeddedServer(port=port, password=odd, settings=[f"unixsocket {tmp_path / 'socket'}"]) as second:
+    with EmbeddedRedis(port=port, password=odd, settings=[f"unixsocket {tmp_path / 'socket'}"]) as second:
         assert second.port == port
         unix_url = second.url.replace("redis:", "unix:").replace(second.address, str(tmp_path / "socket")).removesuffix("/0")
         assert connect(second.url).ping() and connect(unix_url).ping()
@@ -73,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.failure_case("R5")
 def test_a_server_that_has_died_is_started_again_at_its_url_with_its_data(folder: Path) -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         url, pid = server.url, server.pid
         connect(url).set("a", "1")
         server.keep()
@@ -92,7 +92,7 @@ def test_a_server_that_has_died_is_started_again_at_its_url_with_its_data(folder
 
 @pytest.mark.failure_case("M11")
 def test_a_server_whose_file_cannot_be_written_goes_on_without(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with EmbeddedServer() as server, connect(server.url) as client:
+    with EmbeddedRedis() as server, connect(server.url) as client:
         (directory,) = folder.iterdir()
         shutil.rmtree(directory)
         with suppress(redis.ResponseError):  # newer servers see it at once
@@ -110,8 +110,8 @@ def test_a_server_whose_file_cannot_be_written_goes_on_without(folder: Path, cap
 
 def test_a_server_dies_when_its_parent_is_killed_and_its_data_is_deleted(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pipedec.scheduler import EmbeddedServer\n"
-        "server = EmbeddedServer(); print(server.pid, flush=True); time.sleep(60)"
+        "import sys, time; from pipedec.scheduler import EmbeddedRedis\n"
+        "server = EmbeddedRedis(); print(server.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
@@ -132,7 +132,7 @@ def test_a_server_that_cannot_start_reports_its_last_line(tmp_path: Path) -> Non
     binary.write_text("#!/bin/sh\necho cannot load the moon >&2\nexit 3\n", encoding="utf-8")
     binary.chmod(0o700)
     with pytest.raises(SchedulerLost, match="cannot load the moon"):
-        EmbeddedServer(binary=binary)
+        EmbeddedRedis(binary=binary)
 
 
 @pytest.mark.parametrize("script", ["echo Redis server v=5.0.7 sha=0", "exit 127"])
@@ -151,7 +151,7 @@ def test_an_old_or_broken_server_is_skipped(script: str, tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("password", [":wrong@", ""])
 @pytest.mark.failure_case("R2")
-def test_a_wrong_password_is_reported_but_not_shown(redis_server: EmbeddedServer, password: str) -> None:
+def test_a_wrong_password_is_reported_but_not_shown(redis_server: EmbeddedRedis, password: str) -> None:
     with pytest.raises(SchedulerLost) as caught:
         connect(f"redis://{password}{redis_server.address}")
     assert str(caught.value) == f"wrong Redis password for {redis_server.address}"
