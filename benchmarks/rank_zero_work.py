@@ -141,7 +141,7 @@ def process_ms(counts: Sequence[int], max_tokens: int, repeats: int) -> dict[int
 
 
 def _cpu_seconds(cluster: LocalCluster) -> tuple[float, float]:
-    """Of rank 0's main thread, and of all its threads."""
+    """The CPU seconds of rank 0's main thread, and of all its threads."""
     process = psutil.Process(cluster.pids[0])
     (main,) = (thread for thread in process.threads() if thread.id == process.pid)
     times = process.cpu_times()
