@@ -38,14 +38,14 @@ _LIMITS = {
 def value_of(hint: Any, value: Any, path: str = "") -> Any:
     """The value of the annotated type ``hint`` that a plain value describes: a mapping describes a dataclass or a Struct.
 
-    Raises BadValue for the first mistake, beginning with its path: ``path``, then keys and indices.
+    Numbers in a range are finite. Raises BadValue for the first mistake, with its path: ``path``, then keys and indices.
     """
     for inner, part, place in _parts(hint, value, path) if isinstance(value, dict | list | tuple) else ():
         value_of(inner, part, place)
     try:
         if isinstance(value, str):
             value.encode()
-        if not isinstance(value, float) or isfinite(value):
+        if not isinstance(value, float) or isfinite(value) or not range_of(hint):
             return msgspec.convert(value, hint, str_keys=True)
     except UnicodeEncodeError:
         raise BadValue(joined(path, "a text that is not UTF-8")) from None
