@@ -204,7 +204,7 @@ def test_an_opening_that_finds_no_room_changes_nothing() -> None:
     opened(kv, 0, TEXT[:32], 32)
     opened(kv, 1, TEXT[50:80], 30)
     kv.free(0)
-    assert kv.allocate(2, TEXT[:40], 48) is None and kv.open(3, TEXT[:33], 49) is None
+    assert kv.allocate(2, TEXT[:40], 48) is None and kv.allocate(3, TEXT[:33], 49) is None
     assert (kv.used_slots, kv.kept_slots) == (32, 32)
     assert kv.grow(1, 64) is not None and kv.kept_slots == 0
     assert kv.grow(1, 65) is None

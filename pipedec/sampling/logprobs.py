@@ -81,7 +81,7 @@ class PromptLogprobs:
         self._last = logits_RV[-1:].clone() if self._left else None
 
     def pop_rows(self) -> TokenLogprobs:
-        """As ``Logprobs.take``, for the tokens since the last call."""
+        """As ``Logprobs.pop_rows``, for the tokens since the last call."""
         taken, self._ready = tuple(self._ready), []
         return taken
 

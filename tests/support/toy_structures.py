@@ -18,7 +18,7 @@ class ToyStructure:
         self._rule = cache(rule)
         self.said: tuple[int, ...] = ()
 
-    def advance(self, token_ids: Iterable[int]) -> None:
+    def consume(self, token_ids: Iterable[int]) -> None:
         for token in token_ids:
             assert token in self._rule(self.said), "the answer follows its structure"
             self.said += (token,)
