@@ -85,10 +85,10 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     "its rows enter": (Request, "enter_rows", of_self, 2),
     "it asks for drafts": (Request, "ask", of_self, 1),
     "it follows a verdict": (Request, "commit", of_self, 1),
-    "the draft model opens a lane": (DraftModel, "open", of_number, 0),
+    "the draft model opens a lane": (DraftModel, "open_lane", of_number, 0),
     "the draft model computes its prompt": (DraftModel, "expand", of_drafted, 0),
     "the draft model computes its rows": (DraftModel, "expand", of_drafted, 3),
-    "the draft model follows a verdict": (DraftModel, "advance", of_number, 0),
+    "the draft model follows a verdict": (DraftModel, "follow_tree", of_number, 0),
     "what the structure allows is asked for": (DraftLane, "allowed", of_self, 0),
     "candidates are scored": (draft_rounds, "score", lambda proposals: any(map(is_structured, proposals)), 2),
     "a listener hears of its tokens": (
@@ -96,7 +96,7 @@ ENTRIES: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
     ),
     "the grammar allows": (Grammar, "allowed", lambda *arguments: True, 3),
     "the grammar forces": (Grammar, "forced", lambda *arguments: True, 1),
-    "the grammar advances": (Grammar, "advance", lambda *arguments: True, 1),
+    "the grammar advances": (Grammar, "consume", lambda *arguments: True, 1),
 }  # fmt: skip
 
 
