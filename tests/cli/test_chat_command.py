@@ -292,7 +292,7 @@ def test_flags_that_do_not_go_together_are_refused(pipedec: Pipedec) -> None:
     assert "--stages: the cluster runs already" in pipedec("chat", "--url", "http://h/v1", "--stages", "2").refused()
     assert "--running: not used with --url" in pipedec("chat", "--url", "http://h/v1", "--running").refused()
     assert "--model: goes with --url" in pipedec("chat", "--model", "x").refused()
-    assert "top_p must be" in pipedec("chat", "--top-p", "2", "--running", "--redis", "redis://127.0.0.1:9").refused()
+    assert "top_p: must be" in pipedec("chat", "--top-p", "2", "--running", "--redis", "redis://127.0.0.1:9").refused()
 
 
 def test_a_model_without_a_chat_template_is_refused(

@@ -202,7 +202,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
         (("--api-key", ""), "an API key is empty"),
         (("--allowed-origins", "https://example.org"), "write a JSON list"),
         (("--port", "99999"), "99999"),
-        (("--log-format", "xml"), "'xml' is not one of 'auto', 'json', 'text'"),
+        (("--log-format", "xml"), "Invalid value for '--log-format': must be one of auto, json, text,"),
         (("--generation-config", tmp_path / "nowhere"), "there is no such directory"),
         (("--generation-config", tmp_path), f'{tmp_path / "generation_config.json"}: temperature must be a number, not "hot"'),
         (("--running",), "no cluster is running here"),

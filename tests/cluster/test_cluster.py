@@ -231,7 +231,7 @@ def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(resident: LocalClus
     refusals: dict[str, dict[str, Any]] = {
         "prompt is empty": {"prompt": " \n"},
         "the request: prompt: must be a string or a list, not an integer": {"prompt": 5},
-        "not UTF-8": {"prompt": "\ud800"},
+        "the request: not valid JSON": {"prompt": "\ud800"},
         "the request: unknown key 'colour': known: prompt, raw, method": {"colour": "red"},
         "unknown method 'magic': choose one of pp, stpp, pipedec, pipedec-bestfirst": {"method": "magic"},
         "max_tokens: must be an integer (at least 1), not 0": {"sampling": {"max_tokens": 0}},

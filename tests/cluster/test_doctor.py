@@ -35,7 +35,7 @@ from pipedec.config.cluster import NetworkConfig, PairConfig
 from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS
 from pipedec.plan.partition import plan
-from pipedec.scheduler import EmbeddedServer
+from pipedec.scheduler import EmbeddedRedis
 from pipedec.validation import parse_json, validated
 
 GB = 10**9
@@ -264,7 +264,7 @@ def test_gpus_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_redis_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EmbeddedServer() as server:
+    with EmbeddedRedis() as server:
         check(on_host.redis(server.url), "ok", f"at {server.address}, clock")
         monkeypatch.setattr(on_host, "measured_offset_us", lambda clock: 90_000_000)
         check(on_host.redis(server.url), "note", "+90000.0 ms NTP")

@@ -113,6 +113,6 @@ def test_rounds_ask_in_one_thread_and_in_every_dialect_by_turns(writer: RowWrite
     of_each = [[writer.prompt(prompt, one.dialect) for prompt in PROMPTS] for one in asked]
     places = [known.index(one.prompt) for known, one in zip(of_each, asked, strict=True)]
     assert sorted(places) == list(range(12)) != places, "each once, in a random order"
-    for changes, option in (({"circle_rounds": 5}, "--circle-rounds"), ({"circle_prompts": 0}, "--circle-prompts")):
+    for changes, option in (({"circle_rounds": 5}, "--circle-rounds"), ({"circle_prompts": 0}, "circle_prompts")):
         with pytest.raises(UserError, match=option):
             replace(RECIPE, **changes)
