@@ -27,7 +27,7 @@ OPTIONS = (
 )  # fmt: skip
 _SENT = re.compile(r"[<>]f\S* (\d+)")  # a file and its size
 _PROGRESS = re.compile(r"[\d.,]+\w?\s+\d+%")
-_NO_ANSWER = "(0 bytes received so far)"  # so that it was ssh, or the host's shell, that failed
+_NO_ANSWER = ("(0 bytes received so far)", "safe_write failed")  # so that it was ssh, or the host's shell, that failed
 _NO_RSYNC = "install rsync there, or copy by hand what `pipedec plan --files` lists"
 
 
@@ -116,7 +116,7 @@ def _complaint(server: ServerConfig, printed: Sequence[str]) -> str:
     other = next((line for line in printed if not line.startswith("rsync")), "")
     if "rsync" in other and "found" in other:  # "command not found", as every shell puts it in its way
         return f"{server.host} has no rsync: {_NO_RSYNC}"
-    if any(_NO_ANSWER in line for line in own) and not is_local(server):
+    if any(sign in line for line in own for sign in _NO_ANSWER) and not is_local(server):
         reason, mend = ssh_failure(server, other)
         return f"{server.host}: {reason}: {mend}"
     return f"{server.host}: rsync: {own[0] if own else other}: mend that, and call pipedec distribute again"
