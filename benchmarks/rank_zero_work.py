@@ -58,8 +58,8 @@ class Spent:
 
     def __init__(self) -> None:
         self.stages = self.meanwhile = self.forwards = 0.0
-        self._wrap(LocalStages, "advance", "stages")
-        self._wrap(LocalStages, "close", "stages")
+        self._wrap(LocalStages, "run_timestep", "stages")
+        self._wrap(LocalStages, "end_session", "stages")
         self._wrap(DraftModel, "expand", "forwards")
 
     def _wrap(self, owner: type, method: str, name: str) -> None:
