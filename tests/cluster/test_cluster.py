@@ -235,7 +235,7 @@ def test_a_bad_request_gets_one_line_and_the_cluster_goes_on(resident: LocalClus
         "the request: unknown key 'colour': known: prompt, raw, method": {"colour": "red"},
         "unknown method 'magic': choose one of pp, stpp, pipedec, pipedec-bestfirst": {"method": "magic"},
         "max_tokens: must be an integer (at least 1), not 0": {"sampling": {"max_tokens": 0}},
-        "sampling.stop_token_ids[0]: must be an integer, not a list": {"sampling": {"stop_token_ids": [[1]]}},
+        "sampling.stop_token_ids[0]: must be an integer, not [1]": {"sampling": {"stop_token_ids": [[1]]}},
         "the model's context is 2048": {"sampling": {"max_tokens": 10**6}},
         "logit_bias names token 5000": {"sampling": {"logit_bias": {"5000": 1}}},
         "width: must be an integer (1 to 512), not 513": {"options": {"width": 513}},

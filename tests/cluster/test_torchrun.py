@@ -264,7 +264,7 @@ def test_flags_go_before_the_config(pair: Pair, tmp_path: Path, torchrun_environ
         (["--target", "TARGET", "--draft", "none"], "give --redis URL or set PIPEDEC_REDIS_URL"),
         (
             ["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--layers", "2;6"],
-            "Invalid value for '--layers': .0.: must be an integer",
+            r"--layers': \[0\]: must be an integer \(1 to 100000\), not '2;6'",
         ),
         (["--redis", "redis://a", "--target", "TARGET", "--draft", "none", "--stages", "2"], "5 processes, but 2 stages"),
     ],

@@ -41,7 +41,7 @@ def test_toy_cluster(pair: Pair, tmp_path: Path) -> None:
 
 
 def test_impossible_sizes_are_refused_and_an_answer_of_one_token_has_no_decoded_token() -> None:
-    with pytest.raises(UserError, match="--idle-seconds"):
+    with pytest.raises(UserError, match="idle_seconds: must be a number"):
         ResourcesConfig(idle_seconds=0)
     with pytest.raises(PipedecError, match="no decoding was timed"):
         latencies(TimedAnswer(token_seconds=[0.1]))
