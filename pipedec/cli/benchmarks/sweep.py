@@ -125,6 +125,6 @@ def _summary(rows: list[Row]) -> Table:
 
 
 def _tree(row: Row) -> str:
-    """The limits that the row's method uses."""
-    limits = {name: value for name, value in (row["tree"] or {}).items() if value is not None}
-    return ", ".join(f"{name} {'+'.join(value) if isinstance(value, list) else value}" for name, value in limits.items()) or "-"
+    """The limits that were set, or that are the method's own."""
+    limits = (row["tree"] or {}).items()
+    return ", ".join(f"{name} {value}" for name, value in limits if isinstance(value, int | str)) or "-"
