@@ -37,34 +37,6 @@ class Connection(Protocol):
     async def pause(self, seconds: float) -> None: ...
 
 
-class RunWatch:
-    """A client's view of its run."""
-
-    def __init__(self) -> None:
-        self._recovers = False
-        self._unreachable_since: float | None = None
-
-    def check(self, status: RunStatus) -> None:
-        """Raises RankLost if a run will not answer any more. One that recovers will."""
-        self._unreachable_since = None
-        if status.failure is not None:
-            raise RankLost(status.failure)
-        if status.expired and not status.recovers:
-            raise RankLost(f"{', '.join(map(rank_name, status.expired))} stopped answering")
-        if status.state == "gone":
-            raise RankLost("the cluster was stopped before it answered, or its Redis lost its data (set appendonly yes there)")
-        self._recovers = status.recovers and status.state == "up"
-
-    def outage(self, error: PipedecError) -> None:
-        """Redis is away. Raises ``error`` if that lasts too long, or if lost ranks are not replaced."""
-        if isinstance(error, OutOfDescriptors):
-            return
-        now = time.monotonic()
-        self._unreachable_since = self._unreachable_since or now
-        if not self._recovers or now > self._unreachable_since + OUTAGE_SECONDS:
-            raise error
-
-
 class Session:
     """The requests of one client and their answers. While the run recovers, or Redis is away, it waits.
 
@@ -88,7 +60,8 @@ class Session:
         self._keys, self._topology, self._owner = keys, topology, owner
         self._check = check
         self._silence_seconds = silence_seconds
-        self._watch = RunWatch()
+        self._recovers = False  # whether lost ranks are replaced, as far as is known
+        self._away_since: float | None = None  # since when Redis is away; monotonic
         self._look_at = 0.0  # when to look at the state of the run next
         self._woken = "0"  # position of the last wake-up
 
@@ -153,9 +126,16 @@ class Session:
 
     async def read_status(self) -> RunStatus:
         """The state of the run. Raises RankLost if it has failed or ended."""
-        self.status = await self._ask(calls.status(self._keys, self._topology))
-        self._watch.check(self.status)
-        return self.status
+        status = self.status = await self._ask(calls.status(self._keys, self._topology))
+        self._away_since = None
+        if status.failure is not None:
+            raise RankLost(status.failure)
+        if status.expired and not status.recovers:
+            raise RankLost(f"{', '.join(map(rank_name, status.expired))} stopped answering")
+        if status.state == "gone":
+            raise RankLost("the cluster was stopped before it answered, or its Redis lost its data (set appendonly yes there)")
+        self._recovers = status.recovers and status.state == "up"
+        return status
 
     async def live(self, feed: LiveReading) -> list[Frame]:
         """The next batch of the live feed (docs/live.md); figures once a second in any case. None while Redis is away.
@@ -195,9 +175,15 @@ class Session:
         self._look_at = time.monotonic() + LOOK_SECONDS
 
     async def _bear(self, error: PipedecError) -> None:
-        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long."""
+        """Redis is away: wait before the next attempt. Raises ``error`` if that has lasted for too long, or if lost ranks are not
+        replaced.
+        """
         self._check()
-        self._watch.outage(error)
+        now = time.monotonic()
+        if not isinstance(error, OutOfDescriptors):
+            self._away_since = self._away_since or now
+            if not self._recovers or now > self._away_since + OUTAGE_SECONDS:
+                raise error
         for reply in self.open.values():
             reply.run_recovers(True)
         await self._pause(_RETRY_SECONDS)

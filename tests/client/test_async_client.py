@@ -22,7 +22,6 @@ from support.whole_scheduler import WholeScheduler
 from pipedec.client.async_client import AsyncClient, AsyncReply
 from pipedec.client.client import Client
 from pipedec.client.reply import Delta
-from pipedec.client.session import RunWatch
 from pipedec.cluster.local import LocalCluster
 from pipedec.config import Settings
 from pipedec.core.errors import OutOfDescriptors, PipedecError, QueueFull, RankLost, SchedulerLost, UserError
@@ -368,7 +367,6 @@ def test_a_lack_of_descriptors_is_no_lost_cluster(redis_server: EmbeddedRedis) -
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for file in unused:
                 file.close()
-        RunWatch().outage(OutOfDescriptors("too many open files"))
         assert client.failure is None and len(replies) == 12
         await client.aclose()
 

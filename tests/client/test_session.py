@@ -10,7 +10,7 @@ from support.clock import Clock
 
 from pipedec.client.session import LOOK_SECONDS, OUTAGE_SECONDS, Session
 from pipedec.core.completion import Completion
-from pipedec.core.errors import PipedecError, QueueFull, RankLost, SchedulerBusy, SchedulerInterrupted
+from pipedec.core.errors import OutOfDescriptors, PipedecError, QueueFull, RankLost, SchedulerBusy, SchedulerInterrupted
 from pipedec.messages.events import AbortEvent, CompletionEvent, TokensEvent
 from pipedec.messages.request import PromptRequest
 from pipedec.scheduler import RunStatus
@@ -99,6 +99,12 @@ def test_redis_may_be_away_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.advance(OUTAGE_SECONDS + 1)
     with pytest.raises(SchedulerInterrupted):
         asyncio.run(session.turn(0))
+
+
+@pytest.mark.failure_case("K9")
+def test_a_lack_of_descriptors_is_no_outage() -> None:
+    redis = Scripted(OutOfDescriptors("too many open files"))
+    assert asyncio.run(session_on(redis).turn(0)) == [] and redis.pauses == 1
 
 
 def test_a_silent_answer_is_given_up_but_not_one_that_waits_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
