@@ -204,7 +204,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
         (("--port", "99999"), "99999"),
         (("--log-format", "xml"), "Invalid value for '--log-format': must be one of auto, json, text,"),
         (("--generation-config", tmp_path / "nowhere"), "there is no such directory"),
-        (("--generation-config", tmp_path), f'{tmp_path / "generation_config.json"}: temperature must be a number, not "hot"'),
+        (("--generation-config", tmp_path), "generation_config.json: temperature: must be a number (at least 0), not 'hot'"),
         (("--running",), "no cluster is running here"),
         (("--running", "--stages", "2"), "--stages: a running cluster is served as it is"),
     ):
