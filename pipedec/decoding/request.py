@@ -108,9 +108,8 @@ class Request:
         self.new_slots: SlotRuns = ()
         self.free_slots = 0
         self.is_idle = False
-        self.lacks_drafter = self._resources.awaits_drafter and find_method(self.asked.method).draft != "none"
         request = self.asked
-        if self.lacks_drafter:
+        if self._resources.awaits_drafter and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         self.method: Method = _method_of(request, self.sequence, self._resources)
         prompt, answer = len(self.asked.prompt_token_ids), self.asked.sampling.max_tokens
@@ -127,6 +126,11 @@ class Request:
     def fills(self) -> bool:
         """Whether rows enter while others are in flight."""
         return self.method.fills or self.phase is not Phase.RUNNING
+
+    @property
+    def lacks_drafter(self) -> bool:
+        """Whether another method runs until the draft model is loaded."""
+        return self.method.request is not self.asked
 
     @property
     def has_advanced(self) -> bool:
