@@ -121,7 +121,7 @@ class AcceptanceModel:
         gradient = self._gradient
         gradient[-1] = on_host[-1]
         self._squares_on_host += gradient * gradient
-        self._on_host += _LEARNING_RATE * gradient / self._squares.sqrt().numpy()
+        self._on_host += _LEARNING_RATE * gradient / np.sqrt(self._squares_on_host)
         return column, log_chance
 
     def _log_probs(self, token_ids: IntArray, features: Tensor) -> Tensor:

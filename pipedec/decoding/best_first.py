@@ -113,9 +113,12 @@ class BestFirst(Method):
         """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""
         if self.sequence.can_fork:
             return
+        tried = set[int]()
         for _ in range(_GUESS_ROUNDS):
             rows, lines = list[int](), list[Line]()
-            for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)):
+            probable = [row for row in self.tree.without_choices(_GUESSED_ROWS, log(_MIN_GUESSED)) if row not in tried]
+            tried.update(probable)
+            for row in probable:
                 path, grammar = self.tree.path(row), self.grammar
                 rate, token = self._sources.copied(path)
                 if rate >= _MIN_RATE and (grammar is None or token in grammar.allowed(path)):

@@ -29,7 +29,7 @@ _INDEXED = 8  # longest n-gram that is found by its number; longer ones are comp
 # Of n-grams that are distinguished; one between two of them counts as shorter.
 LENGTHS = (*range(1, _INDEXED + 1), 12, 16, 24, 32)
 _PLACES = {length: place for place, length in enumerate(LENGTHS)}
-_MAX_OCCURRENCES = 8  # occurrences considered for each row
+MAX_OCCURRENCES = 8  # occurrences considered for each row
 MAX_PROPOSED = 8  # tokens that n-grams propose for a row
 _RATE_WEIGHT = 0.1  # of a new observation in ``MatchRates``
 _INITIAL_RATES = {length: 1 - 0.5 ** (1 + length / 4) for length in LENGTHS}
@@ -39,6 +39,7 @@ _UNKNOWN = 0.01  # probability assumed for tokens where the draft model proposes
 _EMPTY = 1  # an n-gram is a number: this, and the bits of its tokens, the last one first
 PIECE = 1024  # tokens of a text that are indexed at once
 SEPARATOR = 2**32 - 1  # between texts: larger than any token, and never proposed
+_LARGER = 2**63 - 1  # than any token: a search in a table that ends with it finds a place
 
 
 def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, features: FloatArray) -> None:
@@ -144,16 +145,16 @@ class NgramProposer:
         """The last tokens of the text and ``path``, as many as are compared."""
         return [*self._text[-LENGTHS[-1] :], *path][-LENGTHS[-1] :]
 
-    def find_after(self, context: list[int]) -> Occurrences:
-        """As ``find``, for n-grams at the end of any text, as ``ending`` returns it. Finds nothing while a long text is being
-        indexed in pieces (``index``).
+    def find_after(self, context: list[int], most: int = MAX_OCCURRENCES) -> Occurrences:
+        """As ``find``, for n-grams at the end of any text, as ``ending`` returns it; ``most`` occurrences are considered. Finds
+        nothing while a long text is being indexed in pieces (``index``).
         """
         if self.num_unindexed > PIECE:
             return {}
         if self.num_unindexed:
             self.index(PIECE)
         text = self._text
-        ranked = self._ranked(context)
+        ranked = self._ranked(context, most)
         tokens = [text[place] for _, place in ranked]
         found: Occurrences = {}
         for token, (length, _) in zip(tokens, ranked, strict=True):
@@ -161,9 +162,9 @@ class NgramProposer:
                 found[token] = Match(length, tokens.count(token))
         return found
 
-    def _ranked(self, context: list[int]) -> list[tuple[int, int]]:
+    def _ranked(self, context: list[int], most: int) -> list[tuple[int, int]]:
         """Lengths of n-grams at the end of ``context``, and the places after them in the text: the longest n-grams first, and of
-        equally long ones the latest.
+        equally long ones the latest; at most ``most``.
         """
         matches: list[list[int]] = []  # places by length of the n-gram
         ngram = _EMPTY
@@ -179,17 +180,17 @@ class NgramProposer:
                 break
             if len(matches[length - 1]) == len(seen):
                 continue  # every n-gram of this length was part of a longer one
-            latest = matches[length - 1][: -_MAX_OCCURRENCES - 1 : -1]
+            latest = matches[length - 1][: -MAX_OCCURRENCES - 1 : -1]
             if not seen and (length == _INDEXED or len(latest) == 1):  # else no n-gram is longer
                 ranked = sorted([(self._length(context, length, place), place) for place in latest], reverse=True)
             else:
                 ranked += [(length, place) for place in latest if place not in seen]
-            if len(ranked) >= _MAX_OCCURRENCES:
+            if len(ranked) >= most:
                 break
             seen.update(latest)
         if ranked and ranked[0][0] < self._shortest:
             return []
-        return ranked[:_MAX_OCCURRENCES]
+        return ranked[:most]
 
     def _length(self, context: list[int], length: int, place: int) -> int:
         """The length of the n-gram before ``place`` that is equal to the end of ``context``, of which ``length`` are known."""
@@ -286,13 +287,13 @@ class SeenTokens:
         self._table = None
 
     def table(self) -> tuple[IntArray, FloatArray, IntArray]:
-        """The T tokens, ascending [T]; their features, without the last one [T, 3]; and their places, the most frequent first
-        and of equally frequent ones the latest [T].
+        """The T tokens, ascending, and a larger number [T + 1]; their features, without the last one [T, 3]; and their places,
+        the most frequent first and of equally frequent ones the latest [T].
         """
         if self._table is None:
             counts, ages = self._counts, (self._length - self._last).astype(np.float32)
             features = np.stack((np.ones_like(counts), np.log1p(counts), np.log1p(ages)), axis=1)
-            self._table = self._tokens, features, np.lexsort((ages, -counts))
+            self._table = np.append(self._tokens, _LARGER), features, np.lexsort((ages, -counts))
         return self._table
 
 
@@ -306,14 +307,14 @@ def write_seen(seen: SeenTokens, token_ids: IntArray, features: FloatArray, firs
     """
     tokens, values, ranked = seen.table()
     known = token_ids[:, :first]
-    places = np.searchsorted(tokens, known).clip(max=len(tokens) - 1)
-    is_seen = tokens[places] == known
-    features[:, :first, :3][is_seen] = values[places[is_seen]]
+    places = tokens.searchsorted(known)
+    rows, columns = (tokens[places] == known).nonzero()
+    seen_places = places[rows, columns]
+    features[rows, columns, :3] = values[seen_places]
     if first == token_ids.shape[1]:
         return
-    is_new = np.ones((len(known), len(tokens)), bool)
-    rows, columns = is_seen.nonzero()
-    is_new[rows, places[rows, columns]] = False
+    is_new = np.ones((len(known), len(values)), bool)
+    is_new[rows, seen_places] = False
     for row, new in enumerate(is_new[:, ranked]):
         found = ranked[new.nonzero()[0][:MAX_SEEN]]
         columns = slice(first, first + len(found))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipedec.decoding.proposers import LENGTHS, PIECE, SEPARATOR, NgramProposer, Occurrences
+from pipedec.decoding.proposers import LENGTHS, MAX_OCCURRENCES, PIECE, SEPARATOR, NgramProposer, Occurrences
 
 MAX_TOKENS = 100_000  # of each of the two generations
 _SHORTEST = 3  # n-gram that is looked up: shorter ones occur everywhere
@@ -48,9 +48,9 @@ class SharedTexts:
             if self._long[0].num_unindexed <= PIECE:
                 del self._long[0]
 
-    def find(self, tenant: str, context: list[int]) -> Occurrences:
+    def find(self, tenant: str, context: list[int], most: int = MAX_OCCURRENCES) -> Occurrences:
         """The best occurrences in texts of ``tenant``, after tokens as ``NgramProposer.ending`` returns them."""
-        found = [generation[tenant].find_after(context) for generation in (self._young, self._old) if tenant in generation]
+        found = [generation[tenant].find_after(context, most) for generation in (self._young, self._old) if tenant in generation]
         best, *others = sorted(found, key=_longest, reverse=True) or [{}]
         return best | {token: match for other in others for token, match in other.items() if token not in best}
 

@@ -13,7 +13,17 @@ from pipedec.core.errors import UserError
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
 from pipedec.decoding.injection import InjectionTree, Lesson
 from pipedec.decoding.method import Method
-from pipedec.decoding.proposers import DRAFT_PRIOR, PIECE, MatchRates, NgramProposer, Occurrences, Proposals, SeenTokens, possible
+from pipedec.decoding.proposers import (
+    DRAFT_PRIOR,
+    MAX_OCCURRENCES,
+    PIECE,
+    MatchRates,
+    NgramProposer,
+    Occurrences,
+    Proposals,
+    SeenTokens,
+    possible,
+)  # fmt: skip
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
@@ -103,13 +113,13 @@ class DraftSources:
         self._ngrams.index(most)
         return most
 
-    def _find(self, path: Sequence[int]) -> list[Occurrences]:
+    def _find(self, path: Sequence[int], most: int = MAX_OCCURRENCES) -> list[Occurrences]:
         """The tokens after n-grams at the end of ``path``, by text: the request's own and, with a tenant, earlier answers."""
         if self._ngrams is None:
             return []
         context = self._ngrams.ending(path)
-        own = self._ngrams.find_after(context)
-        return [own] if self._tenant is None else [own, self._shared.find(self._tenant, context)]
+        own = self._ngrams.find_after(context, most)
+        return [own] if self._tenant is None else [own, self._shared.find(self._tenant, context, most)]
 
     def copied(self, path: Sequence[int]) -> tuple[float, int]:
         """The token that is most likely to follow ``path`` as it followed the same tokens before, and the rate at which such
@@ -117,7 +127,7 @@ class DraftSources:
         """
         found = [
             (self._rates.rate(text, match.length), token)
-            for text, occurrences in zip(self._texts, self._find(path), strict=True)
+            for text, occurrences in zip(self._texts, self._find(path, most=1), strict=True)
             for token, match in islice(occurrences.items(), 1)
         ]
         return max(found, default=(0.0, NO_TOKEN))
@@ -132,7 +142,7 @@ class DraftSources:
         if self._ngrams is None or self._seen is None:
             return
         for count, token in enumerate(tokens):
-            for text, found in zip(self._texts, self._find(tokens[:count]), strict=True):
+            for text, found in zip(self._texts, self._find(tokens[:count], most=1), strict=True):
                 self._rates.observe(text, found, token)
         self._ngrams.append(tokens)
         self._seen.append(tokens)
