@@ -6,7 +6,7 @@ Weights are random: only the shape determines how long a step takes. Owns the bo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
@@ -25,7 +25,8 @@ from pipedec.engine.build import DTYPES
 from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig
 from pipedec.flags import Help
 from pipedec.hardware import DEVICES, GIGA
-from pipedec.model import LaneRows, StageModel, device_capture
+from pipedec.model import Checkpoint, LaneRows, StageModel, device_capture
+from pipedec.model.matrices import Matrix
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
@@ -148,7 +149,10 @@ def driver() -> str | None:
 
 
 def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofline, device: torch.device) -> Iterator[Row]:
-    stage = _random_stage(config, operations.torch_dtype, device)
+    # Layers from the middle of a model, without embedding and head.
+    model = replace(config.shape, num_hidden_layers=config.layers + 2)
+    stage = random_stage(model, range(1, config.layers + 1), operations.torch_dtype, device)
+    stage.capture = device_capture(device)
     for past in config.past:
         for rows in config.rows:
             yield _measure_forward(stage, config.shape, replace(operations, past=past), 1, rows, roofline, device)
@@ -164,11 +168,27 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
         yield from measure_bookkeeping(operations, size, device)
 
 
-def _random_stage(config: LayersConfig, dtype: torch.dtype, device: torch.device) -> StageModel:
-    """Layers from the middle of a model, without embedding and head."""
-    model = replace(config.shape, num_hidden_layers=config.layers + 2)
-    stage = StageModel.random(model, range(1, config.layers + 1), dtype, device)
-    stage.capture = device_capture(device)
+class _RandomCheckpoint(Checkpoint):
+    """Has every tensor, and random numbers in it."""
+
+    names: Collection[str] = ()
+
+    def __init__(self) -> None:  # it has no files
+        pass
+
+    def read_into(self, targets: Mapping[str, Matrix], progress: Callable[[], None] | None = None) -> None:
+        for target in targets.values():
+            assert isinstance(target, torch.Tensor)
+            if target.dim() == 1:
+                target.fill_(1.0)
+            else:
+                target.normal_(std=target.shape[1] ** -0.5)
+
+
+def random_stage(model: DecoderConfig, layers: range, dtype: torch.dtype, device: torch.device) -> StageModel:
+    """A stage whose weights are random."""
+    stage = StageModel(model, layers, dtype, device)
+    stage.stack.read(_RandomCheckpoint(), lambda *_: None)
     return stage
 
 

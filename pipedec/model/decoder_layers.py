@@ -69,18 +69,12 @@ class DecoderLayers(StageLayers):
                 linear.matrix = unpacked.get(name, linear.matrix)
             read({name: target for part in _weighted(decoder) for name, target in part.targets(prefix).items()})
             unpacked = _packed(decoder)
-        self._finish()
-
-    def randomize(self) -> None:
-        """Fill the weights with random numbers, to measure a shape without a checkpoint."""
-        for tensor in self.tensors():
-            if tensor.dim() == 1:
-                tensor.fill_(1.0)
-            else:
-                tensor.normal_(std=tensor.shape[1] ** -0.5)
-        for decoder in self._decoders:
-            _packed(decoder)
-        self._finish()
+        if isinstance(self._head_VE, Tensor):
+            self._head_VE = pack(self._head_VE)
+        matrices = [weight for part in self._parts() for weight in part.weights()]
+        for matrix in {id(matrix): matrix for matrix in (*matrices, self._embedding_VE, self._head_VE)}.values():
+            if isinstance(matrix, QuantizedMatrix):
+                matrix.seal()
 
     def tensors(self) -> list[Tensor]:
         weights = [weight for part in self._parts() for weight in part.weights()]
@@ -90,15 +84,6 @@ class DecoderLayers(StageLayers):
     def _parts(self) -> list[_BoundNorm | _BoundLinear]:
         parts = [part for decoder in self._decoders for part in _weighted(decoder)]
         return parts if self._norm is None else [*parts, self._norm]
-
-    def _finish(self) -> None:
-        """Prepare the products, after all weights are in place."""
-        if isinstance(self._head_VE, Tensor):
-            self._head_VE = pack(self._head_VE)
-        matrices = [weight for part in self._parts() for weight in part.weights()]
-        for matrix in {id(matrix): matrix for matrix in (*matrices, self._embedding_VE, self._head_VE)}.values():
-            if isinstance(matrix, QuantizedMatrix):
-                matrix.seal()
 
 
 class RotaryHeads:

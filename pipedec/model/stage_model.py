@@ -85,14 +85,6 @@ class StageModel:
         stage.stack.read(checkpoint, progress or (lambda *_: None))
         return stage
 
-    @classmethod
-    def random(cls, config: DecoderConfig, layers: range, dtype: torch.dtype, device: torch.device | str) -> StageModel:
-        """A stage with random weights, to measure a shape without a checkpoint."""
-        stage = cls(config, layers, dtype, device)
-        assert isinstance(stage.stack, DecoderLayers)
-        stage.stack.randomize()
-        return stage
-
     @property
     def num_masks(self) -> int:
         """Mask rows that the BiTA was trained with; 0 without one."""

@@ -12,12 +12,12 @@ from support.checkpoints import save_tiny_llama, stage_parameters
 
 from benchmarks.kernels import layers
 from benchmarks.kernels.__main__ import kernels
-from benchmarks.kernels.layers import LayersConfig, Roofline
+from benchmarks.kernels.layers import LayersConfig, Roofline, random_stage
 from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS, model_config
 from pipedec.families.llama import LlamaConfig
 from pipedec.hardware import DEVICES
-from pipedec.model import KVCache, LaneRows, StageModel
+from pipedec.model import KVCache, LaneRows
 
 TINY = LlamaConfig(
     model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -68,7 +68,7 @@ def test_the_slower_of_reading_and_computing_is_the_bound(monkeypatch: pytest.Mo
 def test_random_layers_compute_finite_numbers(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     config = model_config(tmp_path)
-    stage = StageModel.random(config, range(0, 4), torch.float32, "cpu")
+    stage = random_stage(config, range(0, 4), torch.float32, torch.device("cpu"))
     assert stage.stack.num_bytes == 4 * stage_parameters(tmp_path, range(4))
     tokens = torch.arange(5)
     cache = KVCache(stage.make_pool(16), ((0, 16),))
