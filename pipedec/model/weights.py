@@ -38,14 +38,6 @@ class Checkpoint:
         """The names of all tensors."""
         return self._files.file_of.keys()
 
-    def expected_shapes(self, config: ModelConfig, layers: range, first: bool, last: bool) -> dict[str, Shape]:
-        """Name and shape of every tensor that a stage needs, in the order of the model.
-
-        The first stage holds the embedding, the last one the final norm and the head. If the head is tied and the checkpoint has
-        no tensor for it, the last stage needs the embedding.
-        """
-        return span_shapes(config, LayerSpan(layers, first, last), self._files.file_of)
-
     def check_complete(self, config: ModelConfig, is_part: bool = False) -> None:
         """Check that the checkpoint holds every tensor of the model with its shape, and no others.
 
@@ -56,7 +48,8 @@ class Checkpoint:
             UserError: a tensor is missing, has the wrong shape or dtype, or is not part of the model.
         """
         files = self._files
-        expected = self.expected_shapes(config, range(config.num_hidden_layers), first=True, last=True)
+        whole = LayerSpan(range(config.num_hidden_layers), first=True, last=True)
+        expected = span_shapes(config, whole, files.file_of)
         elsewhere = files.file_of.keys() - files.places.keys() if is_part else set()
         for name, shape in expected.items():
             if name not in elsewhere:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import save_tiny_llama
 from support.stage_chain import lone_cache
 
+from pipedec.checkpoints import LayerSpan, span_shapes
 from pipedec.core.errors import UserError
 from pipedec.families import model_config
 from pipedec.model.attention import LaneRows
@@ -53,9 +54,9 @@ def assert_refused(path, *words, check=False):
 
 def test_a_stage_reads_only_its_own_tensors(single):
     config, checkpoint = model_config(single), Checkpoint(single)
-    first = list(checkpoint.expected_shapes(config, range(0, 1), first=True, last=False))
-    middle = list(checkpoint.expected_shapes(config, range(1, 3), first=False, last=False))
-    last = list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))
+    first = list(span_shapes(config, LayerSpan(range(0, 1), first=True, last=False), checkpoint.names))
+    middle = list(span_shapes(config, LayerSpan(range(1, 3), first=False, last=False), checkpoint.names))
+    last = list(span_shapes(config, LayerSpan(range(3, 4), first=False, last=True), checkpoint.names))
     assert first[0] == EMBEDDING and last[-2:] == [FINAL_NORM, HEAD]
     assert all(name.startswith(("model.layers.1.", "model.layers.2.")) for name in middle)
     assert sorted(first + middle + last) == sorted(load_file(single / "model.safetensors"))
@@ -66,7 +67,7 @@ def test_a_tied_head_uses_the_embedding_and_may_be_there_as_a_copy(tmp_path):
     save_tiny_llama(tmp_path, tie_word_embeddings=True)
     config, checkpoint = model_config(tmp_path), Checkpoint(tmp_path)
     assert HEAD not in checkpoint
-    assert list(checkpoint.expected_shapes(config, range(3, 4), first=False, last=True))[-1] == EMBEDDING
+    assert list(span_shapes(config, LayerSpan(range(3, 4), first=False, last=True), checkpoint.names))[-1] == EMBEDDING
     checkpoint.check_complete(config)
     rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
     Checkpoint(tmp_path).check_complete(config)

@@ -17,6 +17,7 @@ from support.stage_chain import StageChain
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from pipedec.checkpoints import LayerSpan, span_shapes
 from pipedec.checkpoints.digests import config_digest, fingerprint, weights_digest
 from pipedec.families import model_config
 from pipedec.gguf import TensorIndex, model_files
@@ -52,7 +53,7 @@ def read(model: Path) -> dict[str, torch.Tensor]:
     """All tensors as a float32 stage gets them."""
     config, checkpoint = model_config(model), Checkpoint(model)
     checkpoint.check_complete(config)
-    shapes = checkpoint.expected_shapes(config, range(config.num_hidden_layers), first=True, last=True)
+    shapes = span_shapes(config, LayerSpan(range(config.num_hidden_layers), first=True, last=True), checkpoint.names)
     tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     checkpoint.read_into(tensors)
     return tensors
