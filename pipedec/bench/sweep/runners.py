@@ -118,11 +118,16 @@ class OnCluster(Runner):
     def __init__(self, connect: Callable[[], RunHandle], prompter: Tokenizes | None = None, slow_motion: float = 1.0) -> None:
         super().__init__()
         self._connect, self._slow_motion = connect, slow_motion
-        self.prompter = prompter or _AskedPrompts(lambda request: self.running.check_accepts(request))
+        self.prompter = prompter or self
 
     @cached_property
     def running(self) -> RunHandle:
         return self._connect()
+
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
+        """(), since only the cluster knows them. Raises UserError if the prompt and ``max_tokens`` do not fit."""
+        self.running.check_accepts(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
+        return ()
 
     def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
         reply = self.running.client.follow(asked)
@@ -137,18 +142,6 @@ class OnCluster(Runner):
             breakdown=phases and {name: time_ms / self._slow_motion for name, time_ms in phases.items()},
             logprobs=completion.logprobs,
         )  # fmt: skip
-
-
-class _AskedPrompts:
-    """Stands for a tokenizer that only a cluster has. The token ids of a prompt remain unknown, ()."""
-
-    def __init__(self, accept: Callable[[PromptRequest], None]) -> None:
-        self._accept = accept
-
-    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
-        """Raises UserError if the prompt and ``max_tokens`` do not fit."""
-        self._accept(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
-        return ()
 
 
 def connected(cluster: Supervisor) -> RunHandle:
