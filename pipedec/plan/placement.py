@@ -205,8 +205,7 @@ def even_layers(num_layers: int, stages: int) -> list[range]:
     if stages < 1:
         raise UserError(f"stages must be at least 1, not {stages}")
     size, longer = divmod(num_layers, stages)
-    starts = [stage * size + min(stage, longer) for stage in range(stages + 1)]
-    return [range(start, stop) for start, stop in itertools.pairwise(starts)]
+    return explicit_layers([size + (stage < longer) for stage in range(stages)], num_layers)
 
 
 def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
@@ -215,8 +214,7 @@ def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
         raise UserError("every stage needs at least 1 layer")
     if sum(counts) != num_layers:
         raise UserError(f"layers sum to {sum(counts)}, the target has {num_layers}")
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return list(itertools.starmap(range, itertools.pairwise(itertools.accumulate(counts, initial=0))))
 
 
 def balance(num_layers: int, layer_ms: Sequence[float], extra_ms: Sequence[float], room: Sequence[int]) -> list[int]:
