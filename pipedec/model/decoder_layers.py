@@ -16,25 +16,24 @@ from torch.nn import functional
 from pipedec.core.errors import UserError
 from pipedec.families import Activation, Decoder, DecoderConfig, LayerShape, Linear, Part, RMSNorm
 from pipedec.model.attention import Rows
-from pipedec.model.matrices import Matrix, Products, QuantizedMatrix, pack, pays
+from pipedec.model.matrices import Int8Matrix, Matrix, Products, prepared
 from pipedec.model.rotary import CosSin, Rotary, rotate
 from pipedec.model.stage_layers import Progress, StageLayers, Storage, looked_up
 from pipedec.model.weights import Checkpoint
 
 
 class DecoderLayers(StageLayers):
-    """See ``StageLayers``."""
+    """See ``StageLayers``. The layers are made when they are read."""
 
     def __init__(self, config: DecoderConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         self._config = config
         self._rotary = Rotary(config, storage.dtype, storage.device)
-        bind = partial(_bound, storage=storage, products=self.products)
-        self._decoders = [config.decoder(layer).bound(bind) for layer in layers]
+        self._decoders: list[Decoder] = []
         table = config.vocab_size, config.hidden_size
         self._embedding_VE = storage.table(*table) if self.is_first else None
         self._norm = _BoundNorm(config.final_norm, storage) if self.is_last else None
-        self._head_VE = storage.table(*table) if self.is_last else None
+        self._head_VE: Matrix | None = storage.table(*table) if self.is_last else None
 
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
         embedding_VE = self._embedding_VE
@@ -49,7 +48,7 @@ class DecoderLayers(StageLayers):
         return self.products(self._norm(hidden_RE), self._head_VE)
 
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """A layer's matrices are packed as soon as they are complete, and the next ones read in their place."""
+        """A layer's matrices are packed as soon as they are complete, and the next ones take the memory that this leaves."""
         config, numbers = self._config, count(1)
         head_tensors = config.head_tensors(checkpoint.names)
         if self.is_first and self.is_last and head_tensors.keys() == config.embedding_tensors().keys():
@@ -59,31 +58,26 @@ class DecoderLayers(StageLayers):
             edges |= {} if table is None else dict.fromkeys(tensors, table)
         if self._norm is not None:
             edges |= self._norm.targets("")
-        prefixes = [f"model.layers.{layer}." for layer in self.layers]
         total = len(edges) + sum(len(config.layer_tensors(layer)) for layer in self.layers)
         read = partial(checkpoint.read_into, progress=lambda: progress(next(numbers), total))
         read(edges)
-        unpacked: dict[str, Tensor] = {}
-        for prefix, decoder in zip(prefixes, self._decoders, strict=True):
-            for name, linear in _linears(decoder).items():
-                linear.matrix = unpacked.get(name, linear.matrix)
-            read({name: target for part in _weighted(decoder) for name, target in part.targets(prefix).items()})
-            unpacked = _packed(decoder)
-        if isinstance(self._head_VE, Tensor):
-            self._head_VE = pack(self._head_VE)
-        matrices = [weight for part in self._parts() for weight in part.weights()]
-        for matrix in {id(matrix): matrix for matrix in (*matrices, self._embedding_VE, self._head_VE)}.values():
-            if isinstance(matrix, QuantizedMatrix):
-                matrix.seal()
+        for layer in self.layers:
+            decoder = config.decoder(layer).bound(partial(_bound, storage=self.storage, products=self.products))
+            parts = _weighted(decoder)
+            read({name: target for part in parts for name, target in part.targets(f"model.layers.{layer}.").items()})
+            for part in parts:
+                part.prepare()
+            self._decoders.append(decoder)
+        if isinstance(self._embedding_VE, Int8Matrix):
+            self._embedding_VE.seal()
+        if self._head_VE is not None:
+            self._head_VE = prepared(self._head_VE)
 
-    def tensors(self) -> list[Tensor]:
-        weights = [weight for part in self._parts() for weight in part.weights()]
-        weights += [table for table in (self._embedding_VE, self._head_VE) if table is not None]
-        return [tensor for weight in weights for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
-
-    def _parts(self) -> list[_BoundNorm | _BoundLinear]:
+    def weights(self) -> list[Matrix]:
         parts = [part for decoder in self._decoders for part in _weighted(decoder)]
-        return parts if self._norm is None else [*parts, self._norm]
+        parts += [] if self._norm is None else [self._norm]
+        tables = [table for table in (self._embedding_VE, self._head_VE) if table is not None]
+        return [*(weight for part in parts for weight in part.weights()), *tables]
 
 
 class RotaryHeads:
@@ -118,6 +112,9 @@ class _BoundNorm(Part):
             return torch.rms_norm(rows, self._size, weight_X, eps)
         return torch.rms_norm(rows.float(), self._size, eps=eps).to(weight_X.dtype) * weight_X
 
+    def prepare(self) -> None:
+        """A vector is kept as it is."""
+
     def weights(self) -> list[Matrix]:
         return [self._weight_X]
 
@@ -127,11 +124,11 @@ class _BoundNorm(Part):
 
 
 class _BoundLinear(Part):
-    """Linear maps with their weights. ``matrix`` may be replaced while it is read."""
+    """Linear maps with their weights."""
 
     def __init__(self, part: Linear, storage: Storage, products: Products) -> None:
         self._part, self._products = part, products
-        self.matrix: Matrix = storage.matrix(sum(part.outputs), part.inputs)
+        self._matrix: Matrix = storage.matrix(sum(part.outputs), part.inputs)
         self._bias = storage.empty(sum(part.outputs)) if part.has_bias else None
 
     @property
@@ -139,15 +136,19 @@ class _BoundLinear(Part):
         return self._part.outputs
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return self._products(rows, self.matrix, self._bias)
+        return self._products(rows, self._matrix, self._bias)
+
+    def prepare(self) -> None:
+        """Pack or seal the matrix, when its weights have been read."""
+        self._matrix = prepared(self._matrix)
 
     def weights(self) -> list[Matrix]:
-        return [self.matrix] if self._bias is None else [self.matrix, self._bias]
+        return [self._matrix] if self._bias is None else [self._matrix, self._bias]
 
     def targets(self, prefix: str) -> dict[str, Matrix]:
         """Where the tensors of a checkpoint are read to, by name: slices of the fused ones."""
         names, sizes = self._part.names, list(self.outputs)
-        weights = zip(names, self.matrix.split(sizes), strict=True)
+        weights = zip(names, self._matrix.split(sizes), strict=True)
         targets: dict[str, Matrix] = {f"{prefix}{name}.weight": weight for name, weight in weights}
         if self._bias is not None:
             biases = zip(names, self._bias.split(sizes), strict=True)
@@ -187,17 +188,3 @@ def _bound(part: Part, storage: Storage, products: Products) -> Part:
 
 def _weighted(decoder: Decoder) -> list[_BoundNorm | _BoundLinear]:
     return [part for part in decoder.parts().values() if isinstance(part, _BoundNorm | _BoundLinear)]
-
-
-def _linears(decoder: Decoder) -> dict[str, _BoundLinear]:
-    return {name: part for name, part in decoder.parts().items() if isinstance(part, _BoundLinear)}
-
-
-def _packed(decoder: Decoder) -> dict[str, Tensor]:
-    """Pack the matrices of a layer; returns those that were replaced, by part: memory for the next layer's."""
-    replaced = {
-        name: part.matrix for name, part in _linears(decoder).items() if isinstance(part.matrix, Tensor) and pays(part.matrix)
-    }
-    for name, matrix in replaced.items():
-        _linears(decoder)[name].matrix = pack(matrix)
-    return replaced

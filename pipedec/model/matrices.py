@@ -219,18 +219,22 @@ def rounded(weight_NK: Tensor, quantize: str) -> Tensor:
     return matrix.linear(torch.eye(inputs, dtype=weight_NK.dtype, device=weight_NK.device)).T
 
 
-def pays(weight_NK: Tensor) -> bool:
-    """Whether ``pack`` changes this matrix."""
-    supported = weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    return supported and weight_NK.numel() >= SMALLEST_PACKED
-
-
 def pack(weight_NK: Tensor) -> Tensor:
     """The matrix for ``linear``: packed if this pays on its device, else as it is.
 
     A packed matrix has the layout ``torch._mkldnn``: only ``linear`` accepts it.
     """
-    return torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_ROWS) if pays(weight_NK) else weight_NK
+    supported = weight_NK.dtype == torch.float32 and weight_NK.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    pays = supported and weight_NK.numel() >= SMALLEST_PACKED
+    return torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_ROWS) if pays else weight_NK
+
+
+def prepared(matrix: Matrix) -> Matrix:
+    """The matrix for ``linear`` when its weights have been read: sealed or packed."""
+    if isinstance(matrix, Tensor):
+        return pack(matrix)
+    matrix.seal()
+    return matrix
 
 
 def linear(rows_RK: Tensor, matrix: Matrix, bias_N: Tensor | None = None) -> Tensor:

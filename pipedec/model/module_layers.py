@@ -26,7 +26,7 @@ from pipedec.families import Shape
 from pipedec.families.base import rope_type
 from pipedec.families.transformers import ATTENTION, TransformersConfig, skeleton, stated_config
 from pipedec.model.attention import LatentAttention, Rows
-from pipedec.model.matrices import Int8Matrix, Matrix, Products, QuantizedMatrix, pack
+from pipedec.model.matrices import Int8Matrix, Matrix, Products, prepared
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint
 
@@ -101,13 +101,12 @@ class ModuleLayers(StageLayers):
             matrix.prepare()
             self._causal.set_submodule(self._names.head, _Product(matrix))
 
-    def tensors(self) -> list[Tensor]:
+    def weights(self) -> list[Matrix]:
         modules = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
         matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
         weights = [weight for matrix in matrices.values() for weight in matrix.weights()]
         weights += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
-        weights += [] if self._embedding_VE is None else [self._embedding_VE]
-        return [tensor for weight in weights for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
+        return weights if self._embedding_VE is None else [*weights, self._embedding_VE]
 
     # What the modules call
 
@@ -234,10 +233,7 @@ class _Matrix:
 
     def prepare(self) -> None:
         """Pack or seal it, when its weights have been read."""
-        if isinstance(self.weight, QuantizedMatrix):
-            self.weight.seal()
-        else:
-            self.weight = pack(self.weight)
+        self.weight = prepared(self.weight)
 
     def weights(self) -> list[Matrix]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

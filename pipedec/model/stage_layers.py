@@ -80,9 +80,13 @@ class StageLayers(ABC):
         """Size of the weights in bytes; a tied head that shares the embedding counts once, unless it is packed."""
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
-    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """All weights, as they are kept in memory."""
+        return [tensor for weight in self.weights() for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
+
+    @abstractmethod
+    def weights(self) -> list[Matrix]:
+        """All of them; one may occur twice."""
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
