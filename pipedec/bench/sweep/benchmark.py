@@ -103,17 +103,20 @@ class _Sweep:
                 "computed_ms_per_token": ms_per_token if self._config.clock == "computed" else None,
                 "overran": round(answer.overran, 4),
                 "breakdown": answer.breakdown and {name: round(time_ms, 3) for name, time_ms in answer.breakdown.items()},
-                "divergence": self._divergence(shape, request, answer, runner),
+                "divergence": self._divergence(shape, request, policy.method, answer, runner),
             }
 
         self._grid.row(identity, [prompt.request.prompt], answered, lambda row: _check_difference(row, shape.dtype))
 
-    def _divergence(self, shape: Measurable, request: PromptRequest, answer: MeasuredAnswer, runner: Runner) -> Row | None:
+    def _divergence(
+        self, shape: Measurable, request: PromptRequest, method: str, answer: MeasuredAnswer, runner: Runner
+    ) -> Row | None:
         """A row's field ``divergence``: how the answer differs from the first that ``pp`` gave in the pipeline's scope."""
         question = shape.scope, request
         if question not in self._references:
-            self._references[question] = runner.reference(request).token_ids
-        found = measured_divergence(runner.reference, request, self._references[question], answer.token_ids)
+            plain_answer = answer if method == "pp" else runner.answer(replace(request, method="pp"))
+            self._references[question] = plain_answer.token_ids
+        found = measured_divergence(runner.answer, request, self._references[question], answer.token_ids)
         if found is None:
             return None
         return {**plain(found), "near_tie": is_explained(found, shape.dtype, request.sampling)}

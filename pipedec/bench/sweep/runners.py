@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec import structs
-
 from pipedec.bench.breakdown import breakdown
 from pipedec.bench.options import Tokenizes
 from pipedec.bench.sweep.pipelines import Measurable, RunningShape
@@ -54,29 +52,9 @@ class Runner(ABC):
 
     prompter: Tokenizes
 
-    def __init__(self) -> None:
-        self._references: dict[PromptRequest, MeasuredAnswer] = {}
-
+    @abstractmethod
     def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         """Measure one answer. Raises RankLost or SchedulerLost if the cluster died."""
-        measured = self._decode(asked)
-        if asked.method == "pp":
-            self._references[_question(asked)] = measured
-        return measured
-
-    def reference(self, asked: PromptRequest) -> MeasuredAnswer:
-        """The answer of ``pp`` to this question; the method of ``asked`` does not matter."""
-        question = _question(asked)
-        if question not in self._references:
-            self.answer(question)
-        return self._references[question]
-
-    @abstractmethod
-    def _decode(self, asked: PromptRequest) -> MeasuredAnswer: ...
-
-
-def _question(asked: PromptRequest) -> PromptRequest:
-    return structs.replace(asked, method="pp", options={}, trace=False)
 
 
 class OneProcess(Runner):
@@ -86,13 +64,12 @@ class OneProcess(Runner):
     """
 
     def __init__(self, spec: PipelineSpec) -> None:
-        super().__init__()
         experience = initial_experience(spec, chosen_device(spec.settings.cut.device))
         self._pipeline = LocalPipeline.load(spec, prunes="with the rows" if spec.window else "at once", experience=experience)
         self.prompter = load_prompter(spec)
         self._next_id = 0
 
-    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
+    def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         prompt = self.prompter.token_ids(asked.prompt, asked.raw, asked.sampling.max_tokens)
         assert asked.method is not None
         request = TokenizedRequest(self._next_id, prompt, asked.sampling, asked.method, make_options(asked.method, asked.options))
@@ -116,7 +93,6 @@ class OnCluster(Runner):
     """
 
     def __init__(self, connect: Callable[[], RunHandle], prompter: Tokenizes | None = None, slow_motion: float = 1.0) -> None:
-        super().__init__()
         self._connect, self._slow_motion = connect, slow_motion
         self.prompter = prompter or self
 
@@ -129,7 +105,7 @@ class OnCluster(Runner):
         self.running.check_accepts(PromptRequest(prompt, raw, "pp", SamplingParams(max_tokens=max_tokens)))
         return ()
 
-    def _decode(self, asked: PromptRequest) -> MeasuredAnswer:
+    def answer(self, asked: PromptRequest) -> MeasuredAnswer:
         reply = self.running.client.follow(asked)
         completion = reply.completed()
         metrics = completion.metrics

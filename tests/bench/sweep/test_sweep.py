@@ -147,7 +147,8 @@ class SecondBest(OneProcess):
         measured = super().answer(asked)
         if asked.method != "stpp":
             return measured
-        logprobs = self.reference(structs.replace(asked, sampling=structs.replace(asked.sampling, logprobs=2))).logprobs
+        sampling = structs.replace(asked.sampling, logprobs=2)
+        logprobs = super().answer(structs.replace(asked, method="pp", options={}, sampling=sampling)).logprobs
         assert logprobs is not None
         (_, best), (token, other) = logprobs[2].items()
         self._margins.append(best - other)
