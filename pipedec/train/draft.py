@@ -32,7 +32,7 @@ from pipedec.text.tokenizer import Tokenizer, load_for_training
 from pipedec.train.acceptance import measure_acceptance
 from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
 from pipedec.train.distillation import MOST_LIKELY, DistillationRows, TargetMemory, mean_loss, remember
-from pipedec.train.measuring import HeldOut, MeasuredDraft, acceptance
+from pipedec.train.measuring import HeldOut, MeasuredDraft, OnText, acceptance
 from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import CARDS, Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
 from pipedec.verify.reference import load_transformers
@@ -157,7 +157,7 @@ class Text:
     """Plain text to learn from beside the answers."""
 
     rows: Tensor  # int64 [R, length]
-    held_out: dict[str, Tensor]  # rows to measure on, by family
+    measured: OnText  # on text that is held out
     description: dict[str, Any] = field(default_factory=dict)  # what ``training.json`` reports of it
 
 
@@ -208,7 +208,7 @@ def train_draft(
         "row_tokens": {name: found.ids.numel() for name, found in rows.items()},
         "seen_tokens": seen_tokens,
     }
-    held_out = HeldOut(target, text.held_out if text is not None else {}, answered.held_out)
+    held_out = HeldOut(target, answered.held_out, None if text is None else text.measured)
     report = _report(draft_path, target_path, out, continuation, held_out)
     measure_acceptance(target_path, out, prompts, recipe.new_tokens, out)
     run.write_report(report, card(CARDS / "draft.md.jinja", report))

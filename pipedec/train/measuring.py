@@ -1,13 +1,14 @@
-"""How well a draft predicts its target: on held-out text, and on the target's own greedy continuations."""
+"""How well a draft predicts its target: on the target's own greedy continuations, and on text as the caller measures it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedec.model import DraftVocabulary
 from pipedec.train.continuations import Continuation, Model
@@ -16,6 +17,7 @@ from pipedec.verify.reference import load_transformers
 
 TOP_K = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8, 16)
+OnText = Callable[[Model, "MeasuredDraft"], dict[str, Row]]  # figures of a target and its draft on text, by family of text
 
 
 class MeasuredDraft:
@@ -48,27 +50,6 @@ class MeasuredDraft:
         if self._vocabulary is None:
             return ranks
         return ranks.masked_fill(self._vocabulary.tokens[wanted] != token_ids, logits_BTD.shape[-1])
-
-
-@torch.no_grad()
-def text_agreement(target: Model, draft: MeasuredDraft, rows_by_family: dict[str, Tensor]) -> dict[str, dict]:
-    """Loss of both models on rows of text, and how often the draft's top k holds the target's greedy token, by family."""
-    report = {}
-    for family, rows in rows_by_family.items():
-        if not len(rows):
-            continue
-        sums = {"target_loss": 0.0, "draft_loss": 0.0} | {f"top{k}": 0.0 for k in TOP_K}
-        for ids in rows.split(8):
-            ids = ids.to(target.device)
-            target_logits, draft_logits = target(input_ids=ids).logits[:, :-1].float(), draft.logits(ids)[:, :-1]
-            next_ids = ids[:, 1:]
-            sums["target_loss"] += nn.functional.cross_entropy(target_logits.mT, next_ids).item() * len(ids)
-            sums["draft_loss"] += nn.functional.cross_entropy(draft_logits.mT, draft.ids(next_ids)).item() * len(ids)
-            ranks = draft.top_ranks(draft_logits, target_logits.argmax(-1))
-            for k in TOP_K:
-                sums[f"top{k}"] += (ranks < k).float().mean().item() * len(ids)
-        report[family] = {name: round(value / len(rows), 4) for name, value in sums.items()} | {"tokens": rows.numel()}
-    return report
 
 
 @torch.no_grad()
@@ -115,17 +96,17 @@ def _share(hits: Tensor) -> float:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Measures a draft, before and after training, on rows of text by family and on answered prompts by set."""
+    """Measures a draft, before and after training, on answered prompts by set, and on text if there is any."""
 
     target: Any
-    rows: dict[str, Tensor]
     answered: dict[str, list[Continuation]]
+    on_text: OnText | None
 
     def measure(self, draft_path: Path) -> dict[str, dict]:
         """Loss and agreement of the draft as it is stored, computed in float32."""
         draft = MeasuredDraft.load(draft_path, self.target.config.vocab_size, self.target.device)
         return {
-            "held_out": text_agreement(self.target, draft, self.rows),
+            "held_out": {} if self.on_text is None else self.on_text(self.target, draft),
             "on_policy": on_policy_agreement(draft, self.answered, self.target.device),
         }
 

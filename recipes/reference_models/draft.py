@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from pipedec.train.draft import DraftRecipe, DraftShape, Text, train_draft
 from pipedec.train.run import Run, card
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation
-from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack
+from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack, text_agreement
 
 LONG_FAMILY = "passages"
 _CHARACTERS_PER_TOKEN = 4  # an upper bound of the mean
@@ -89,7 +90,7 @@ def train_library_draft(
         for family, found in held_out.items()
         if family in library.text_weights
     }
-    text = Text(rows, held_out_rows, asdict(library))
+    text = Text(rows, partial(text_agreement, rows_by_family=held_out_rows), asdict(library))
     report = train_draft(target, start, prompts, recipe, run, text, compiled)
     of_pair = target.parent / "training.json"
     if report and isinstance(start, DraftShape) and of_pair.is_file():

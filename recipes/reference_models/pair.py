@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipedec.train.draft import Loss, row_steps
-from pipedec.train.measuring import MeasuredDraft, text_agreement
+from pipedec.train.measuring import TOP_K, MeasuredDraft
 from pipedec.train.run import Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
@@ -169,6 +169,27 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
         "held_out": text_agreement(target, MeasuredDraft(draft), held_out),
     }
     run.write_report(report, card(CARD, report))
+    return report
+
+
+@torch.no_grad()
+def text_agreement(target: Any, draft: MeasuredDraft, rows_by_family: dict[str, Tensor]) -> dict[str, dict]:
+    """Loss of both models on rows of text, and how often the draft's top k holds the target's greedy token, by family."""
+    report = {}
+    for family, rows in rows_by_family.items():
+        if not len(rows):
+            continue
+        sums = {"target_loss": 0.0, "draft_loss": 0.0} | {f"top{k}": 0.0 for k in TOP_K}
+        for ids in rows.split(8):
+            ids = ids.to(target.device)
+            target_logits, draft_logits = target(input_ids=ids).logits[:, :-1].float(), draft.logits(ids)[:, :-1]
+            next_ids = ids[:, 1:]
+            sums["target_loss"] += nn.functional.cross_entropy(target_logits.mT, next_ids).item() * len(ids)
+            sums["draft_loss"] += nn.functional.cross_entropy(draft_logits.mT, draft.ids(next_ids)).item() * len(ids)
+            ranks = draft.top_ranks(draft_logits, target_logits.argmax(-1))
+            for k in TOP_K:
+                sums[f"top{k}"] += (ranks < k).float().mean().item() * len(ids)
+        report[family] = {name: round(value / len(rows), 4) for name, value in sums.items()} | {"tokens": rows.numel()}
     return report
 
 
