@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
 from typing import Annotated
 
 import click
@@ -21,7 +21,7 @@ from pipedec.cli.show import console as progress
 from pipedec.client.run_handle import RunHandle
 from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
-from pipedec.live.reading import Frame
+from pipedec.live.reading import Frame, GoingOn
 from pipedec.scheduler import ClientScheduler
 
 _ANSWER = 60  # characters at the end of an answer that are shown
@@ -59,20 +59,14 @@ def top(
             console.print(run.table())
 
 
-@dataclass
-class _WatchedRequest:
-    method: str
-    answer: str
-    tokens: int = 0  # since watching began
-
-
 class _WatchedRun:
     """A run, and what its feed has shown. Raises UserError if it has ended, or another version runs it."""
 
     def __init__(self, run_id: str, scheduler: ClientScheduler) -> None:
         self._running = RunHandle.of(scheduler, run_id)
         self._scheduler, self._status = scheduler, scheduler.status()
-        self._requests: dict[int, _WatchedRequest] = {}
+        self._going_on = GoingOn()
+        self._num_tokens: Counter[int] = Counter()  # by request, since it or watching began
         self._figures: Frame = {}
         self._doing = scheduler.activities()
 
@@ -85,24 +79,14 @@ class _WatchedRun:
                     self._figures, self._status = frame, client.last_status or self._status
                     with suppress(SchedulerLost):  # the feed waits for a Redis that is away
                         self._doing = self._scheduler.activities()
-                self._note(frame)
+                self._going_on.on_frames([frame])
+                if frame["k"] == "open":
+                    self._num_tokens[frame["r"]] = 0
+                for verdict in frame.get("out", ()):
+                    self._num_tokens[verdict["r"]] += len(verdict["tokens"])
                 yield frame
         except PipedecError as error:
             progress.print(f"The run {self._running.run_id} has ended: {error}.", soft_wrap=True)
-
-    def _note(self, frame: Frame) -> None:
-        match frame["k"]:
-            case "run" | "gap":  # frames of the requests that run follow
-                self._requests.clear()
-            case "open":
-                self._requests[frame["r"]] = _WatchedRequest(frame["method"], frame["said"])
-            case "close":
-                self._requests.pop(frame["r"], None)
-            case "step":
-                for verdict in frame["out"]:
-                    if (request := self._requests.get(verdict["r"])) is not None:
-                        request.tokens += len(verdict["tokens"])
-                        request.answer = (request.answer + verdict["text"])[-_ANSWER:]
 
     def table(self) -> Group:
         """The run in some lines, and a line for each of its requests."""
@@ -126,7 +110,7 @@ class _WatchedRun:
             "; ".join(f"rank {rank} {activity}" for rank, activity in sorted(self._doing.items())),
         ]
         rows = Table("request", "method", "tokens", "answer", box=None, pad_edge=False)
-        for number, one in self._requests.items():
-            answer = "".join(letter if letter.isprintable() else " " for letter in one.answer)
-            rows.add_row(str(number), one.method, str(one.tokens), Text(answer))
+        for number, opened in self._going_on.open.items():
+            answer = "".join(letter if letter.isprintable() else " " for letter in opened["said"][-_ANSWER:])
+            rows.add_row(str(number), opened["method"], str(self._num_tokens[number]), Text(answer))
         return Group(*map(Text, lines), rows)

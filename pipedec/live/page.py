@@ -15,47 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.core.errors import PipedecError
-from pipedec.live.reading import Frame
+from pipedec.live.reading import Frame, GoingOn
 
 _MOST_BATCHES = 64  # batches that wait for a viewer
 _LOOK_SECONDS = 0.5  # between two looks whether the server ends
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
 
 Feed = Callable[[], AsyncIterator[list[Frame]]]  # raises PipedecError if the run ends
-
-
-class GoingOn:
-    """The state that a late viewer needs first: the run, its requests, and their answers so far."""
-
-    def __init__(self) -> None:
-        self._run: Frame | None = None
-        self._open: dict[int, Frame] = {}
-
-    def clear(self) -> None:
-        self._run = None
-        self._open.clear()
-
-    def frames(self) -> list[Frame]:
-        """Frames that describe it, without the rows in flight."""
-        return [] if self._run is None else [self._run, *self._open.values()]
-
-    def on_frames(self, frames: Sequence[Frame]) -> None:
-        for frame in frames:
-            match frame["k"]:
-                case "run":
-                    self._run = frame
-                    self._open.clear()
-                case "gap":
-                    self._open.clear()
-                case "open":
-                    self._open[frame["r"]] = frame
-                case "close":
-                    self._open.pop(frame["r"], None)
-                case "step":
-                    for verdict in frame["out"]:
-                        opened = self._open.get(verdict["r"])
-                        if opened is not None and verdict["text"]:
-                            self._open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
 
 
 class Viewer:

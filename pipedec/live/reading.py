@@ -20,6 +20,40 @@ READ_SECONDS = 0.5  # how long a read waits
 _REMEMBERED = 200  # tokens that the hit rate covers
 
 
+class GoingOn:
+    """What frames have shown: the run and, by number, the ``open`` frames of its requests, with their answers so far."""
+
+    def __init__(self) -> None:
+        self._run: Frame | None = None
+        self.open: dict[int, Frame] = {}
+
+    def clear(self) -> None:
+        self._run = None
+        self.open.clear()
+
+    def frames(self) -> list[Frame]:
+        """Frames that describe it, without the rows in flight."""
+        return [] if self._run is None else [self._run, *self.open.values()]
+
+    def on_frames(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            match frame["k"]:
+                case "run":
+                    self._run = frame
+                    self.open.clear()
+                case "gap":
+                    self.open.clear()
+                case "open":
+                    self.open[frame["r"]] = frame
+                case "close":
+                    self.open.pop(frame["r"], None)
+                case "step":
+                    for verdict in frame["out"]:
+                        opened = self.open.get(verdict["r"])
+                        if opened is not None and verdict["text"]:
+                            self.open[verdict["r"]] = {**opened, "said": opened["said"] + verdict["text"]}
+
+
 class LiveReading:
     """The state of one reader of the feed of ``run``.
 

@@ -12,7 +12,8 @@ from support.processes import wait_until
 
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
-from pipedec.live.page import GoingOn, Viewer
+from pipedec.live.page import Viewer
+from pipedec.live.reading import GoingOn
 from pipedec.scheduler import calls
 
 FEED = "/live/feed"
