@@ -6,8 +6,7 @@ Nothing here loads torch, because clients use this module, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
@@ -192,23 +191,6 @@ METHODS = {
 METHOD_NAMES = tuple(METHODS)
 
 
-@contextmanager
-def registered(*entries: MethodEntry) -> Iterator[None]:
-    """In this context the table has further methods, for example those that only a benchmark compares.
-
-    Raises ValueError if another method has such a name.
-    """
-    added = {entry.name: entry for entry in entries}
-    if known := added.keys() & METHODS.keys():
-        raise ValueError(f"there is another method {', '.join(sorted(known))}")
-    METHODS.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            del METHODS[name]
-
-
 def find_method(name: str) -> MethodEntry:
     """The table's entry. Raises UserError for an unknown name."""
     if name not in METHODS:
@@ -238,14 +220,6 @@ def make_options(name: str, given: Mapping[str, Any] | None = None, tree: LayerT
             raise UserError(f"method {name} has no option {shortened(key)!r}: {hint}")
     defaults = asdict(tree) if tree is not None and issubclass(entry.options, LayerTreeOptions) else {}
     return cast(MethodOptions, value_of(entry.options, {**defaults, **values}))
-
-
-def applicable_options(name: str, limits: Mapping[str, Any]) -> MethodOptions:
-    """The options of a method from ``limits`` shared by several methods. Those that it does not take, or that are None, are left
-    out. Raises UserError as ``make_options``.
-    """
-    taken = find_method(name).option_names
-    return make_options(name, {key: value for key, value in limits.items() if key in taken and value is not None})
 
 
 def options_of(request: TokenizedRequest, kind: type[Options]) -> Options:

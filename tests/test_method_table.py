@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from msgspec.structs import asdict
 from support.tiny_pair import Pair
 
+from benchmarks.methods import applicable_options, registered
 from pipedec import LLM, PipeDecOptions
 from pipedec.cli.options import OPTION_NAMES, RequestFlags, request_options
 from pipedec.config import Settings
@@ -33,10 +34,8 @@ from pipedec.methods import (
     MethodEntry,
     PlainOptions,
     StaticTreeOptions,
-    applicable_options,
     find_method,
     make_options,
-    registered,
     shown_option,
 )
 

@@ -13,6 +13,7 @@ from pandas import DataFrame
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.methods import registered
 from benchmarks.output import titled_table
 from benchmarks.policy.calibration import Observed, by_kind, differences, observations, observing
 from benchmarks.policy.opponents import OPPONENTS
@@ -25,7 +26,6 @@ from pipedec.cli.benchmarks.shared import BenchPromptFlags, ProgressBar, questio
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import Help, own_options, partial_of, run_command
-from pipedec.methods import registered
 
 _CAUSES = {
     "first": "first token", "tokens": "token itself", "late": "late", "named": "miss, proposed", "unnamed": "miss, not proposed",

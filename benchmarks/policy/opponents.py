@@ -1,7 +1,7 @@
 """Opponents of the default policy that only the replay knows: a chain of tokens, segments of a tree ordered by score, and static
 trees of other shapes.
 
-They are policies within ``methods.registered(*OPPONENTS)``.
+They are policies within ``benchmarks.methods.registered(*OPPONENTS)``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The default policy against the best trees of the field, each of which gets the best of several budgets for every prompt set.
 
-Policies are parsed within ``methods.registered(*OPPONENTS)``.
+Policies are parsed within ``benchmarks.methods.registered(*OPPONENTS)``.
 """
 
 from __future__ import annotations

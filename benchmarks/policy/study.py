@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 from pandas import Categorical, DataFrame
 
+from benchmarks.methods import applicable_options
 from benchmarks.output import Preset, StageCount
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
@@ -42,7 +43,7 @@ from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
-from pipedec.methods import METHODS, applicable_options
+from pipedec.methods import METHODS
 from pipedec.text.prompt import Prompter
 
 

@@ -11,6 +11,7 @@ from support.drafters import PROMPT, ScriptedDrafter, begun, rows
 from support.programs import Calls, caller
 from support.tiny_pair import Pair
 
+from benchmarks.methods import registered
 from benchmarks.policy.__main__ import policy
 from benchmarks.policy.opponents import OPPONENTS, FlowSpecOptions
 from pipedec.bench.policy import Policy
@@ -18,7 +19,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.verdict import Verdict
 from pipedec.flags import run_command
-from pipedec.methods import METHOD_NAMES, METHODS, registered
+from pipedec.methods import METHOD_NAMES, METHODS
 
 
 @pytest.fixture

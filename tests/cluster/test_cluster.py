@@ -26,6 +26,7 @@ from support.whole_scheduler import WholeScheduler
 from transformers import PreTrainedTokenizerBase
 
 import pipedec
+from benchmarks.methods import applicable_options
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.cluster.state import RunningCluster
@@ -37,7 +38,7 @@ from pipedec.core.limits import KNEE_ROWS
 from pipedec.core.sampling import SamplingParams
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import Choice, RunDescription
-from pipedec.methods import METHOD_NAMES, applicable_options
+from pipedec.methods import METHOD_NAMES
 from pipedec.scheduler import EmbeddedRedis, connect
 from pipedec.tracing import SCHEDULER_TRACK
 from pipedec.verify.reference import Reference

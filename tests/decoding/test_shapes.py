@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from support.drafters import PROMPT, Alone, ScriptedDrafter, begun, rows
 from support.examples import examples
 
+from benchmarks.methods import registered
 from benchmarks.policy.opponents import OPPONENTS
 from benchmarks.policy.shapes import Node, PositionalAcceptance, best_tree
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Verdict
-from pipedec.methods import make_options, registered
+from pipedec.methods import make_options
 from pipedec.tree import Candidates, DraftTree
 
 TokenPath = tuple[int, ...]  # the tokens of a row and its ancestors, or the ranks of a node below the root

@@ -11,11 +11,12 @@ from support.drafters import Alone, IdleDrafter
 from support.simulation import scheduler_of
 from support.toy_dialects import END, IDS, ids, sequence_of, toy
 
+from benchmarks.methods import applicable_options
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import Step
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.decoding.method import ROWS_OF_SEVERAL_THREADS
-from pipedec.methods import METHODS, applicable_options
+from pipedec.methods import METHODS
 from pipedec.threads import State
 from pipedec.tree import Candidates, DraftRows, forest_of
 

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_pair import Pair
 
+from benchmarks.methods import applicable_options
 from pipedec.config import Settings
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import resolve
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.methods import applicable_options
 
 STAGES = 4
 GOOD, SHARED = (10, 11, 12, 13, 14), tuple(range(30, 70))

@@ -17,6 +17,7 @@ from support.stage_chain import ROPES
 from support.timesteps import check_timesteps
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.methods import applicable_options
 from pipedec.core.completion import Metrics
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
@@ -26,16 +27,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, Resources, Scheduler
 from pipedec.engine.build import DTYPES, load_stage
 from pipedec.engine.local import LocalPipeline
-from pipedec.methods import (
-    METHODS,
-    PROPOSERS,
-    BestFirstOptions,
-    BitaOptions,
-    PipeDecOptions,
-    PlainOptions,
-    StaticTreeOptions,
-    applicable_options,
-)
+from pipedec.methods import METHODS, PROPOSERS, BestFirstOptions, BitaOptions, PipeDecOptions, PlainOptions, StaticTreeOptions
 from pipedec.verify.reference import Reference
 
 LAYERS = 8

@@ -14,11 +14,12 @@ from support.examples import examples
 from support.kv_budgets import with_slots
 from support.thread_models import SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
+from benchmarks.methods import applicable_options
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalAnswer, LocalPipeline
-from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions, applicable_options
+from pipedec.methods import METHODS, BestFirstOptions, PipeDecOptions, StaticTreeOptions
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # stages, groups
 TREE = {"width": 6, "children": 4}

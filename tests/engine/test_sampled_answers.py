@@ -16,6 +16,7 @@ from test_local_pipeline import TREE, make_pipeline, models
 from test_local_pipeline import answer as told
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.methods import applicable_options
 from pipedec.client.client import Client
 from pipedec.cluster.local import LocalCluster
 from pipedec.core.completion import Completion
@@ -25,7 +26,7 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
 from pipedec.messages.request import PromptRequest
-from pipedec.methods import METHODS, applicable_options
+from pipedec.methods import METHODS
 from pipedec.plan.spec import DISPATCHES
 
 __all__ = ["models"]  # a fixture

@@ -7,9 +7,10 @@ from support.pairwise import pairwise
 from support.thread_differences import written
 from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
 
+from benchmarks.methods import applicable_options
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.engine.local import LocalPipeline
-from pipedec.methods import METHODS, PROPOSERS, StaticTreeOptions, applicable_options
+from pipedec.methods import METHODS, PROPOSERS, StaticTreeOptions
 from pipedec.threads import Sequence
 
 SHAPES = [(1, 1), (2, 2), (4, 4), (4, 2), (14, 14)]  # stages, groups

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.methods import applicable_options
 from golden.answers import Answer, answers
 from golden.margins import close_calls
 from golden.pipelines import PLAIN, SLOTS, THREADS, models
@@ -19,7 +20,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.decoding import LaneSizes
 from pipedec.engine.local import LocalPipeline
-from pipedec.methods import METHODS, applicable_options
+from pipedec.methods import METHODS
 
 SHAPES = ("1", "4", "14 in 7")
 TREES = {"width": 4, "children": 4, "depth": 2, "rows": 12, "forwards": 2}  # small ones: no limit may change a text

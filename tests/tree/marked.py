@@ -23,6 +23,7 @@ from support.kv_caches import read_cache
 from support.toy_dialects import END, IDS, TAGS, TEXTS, at, behind, position_after
 from torch import Tensor
 
+from benchmarks.methods import applicable_options
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
@@ -33,7 +34,6 @@ from pipedec.engine.loop import decode
 from pipedec.engine.recorder import Recorder
 from pipedec.families import KVShape
 from pipedec.kv import KVManager
-from pipedec.methods import applicable_options
 from pipedec.model import KVPool, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import BoundDialect, DecodeThread, NewSequence, State, ThreadedSequence
