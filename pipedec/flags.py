@@ -54,11 +54,7 @@ class Help:
 
 def options_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
     """Decorate a command with options for the fields of a dataclass (those in ``only``); it gets a ``kind`` as ``parameter``."""
-
-    def decorate(command: Command) -> Command:
-        return with_options(command, option_fields(kind, only), lambda values: {parameter: kind(**values)})
-
-    return decorate
+    return functools.partial(with_options, declared=option_fields(kind, only), gather=lambda values: {parameter: kind(**values)})
 
 
 def own_options(command: Command) -> Command:
@@ -74,11 +70,10 @@ def own_options(command: Command) -> Command:
 
 def partial_of(kind: type, parameter: str, only: Collection[str] | None = None) -> Callable[[Command], Command]:
     """As ``options_of``, for a dataclass with fields that are no options: the command calls ``parameter`` with these."""
-
-    def decorate(command: Command) -> Command:
-        return with_options(command, option_fields(kind, only), lambda values: {parameter: functools.partial(kind, **values)})
-
-    return decorate
+    declared = option_fields(kind, only)
+    return functools.partial(
+        with_options, declared=declared, gather=lambda values: {parameter: functools.partial(kind, **values)}
+    )
 
 
 def with_options(command: Command, declared: Mapping[str, Option], gather: Callable[[dict[str, Any]], dict[str, Any]]) -> Command:

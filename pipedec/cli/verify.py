@@ -15,6 +15,7 @@ from msgspec import Meta, structs
 from rich.console import Console
 from rich.table import Column, Table
 
+from pipedec.cli.answers import started
 from pipedec.cli.options import MaxTokens, PromptField, RawPrompt, RunningFlags, Threads, refuse_flags, running_options
 from pipedec.cli.show import console
 from pipedec.client.client import Client
@@ -193,14 +194,9 @@ def _cluster_answers(
     spec: PipelineSpec, method: str, requests: list[PromptRequest], concurrency: int
 ) -> Iterator[tuple[list[int], int]]:
     """Yields the output token ids and the number of timesteps of each answer."""
-    cluster = LocalCluster(spec)
-    try:
-        cluster.start()
-        assert cluster.scheduler is not None
-        for completion in answers_of(Client(cluster.scheduler, cluster.check), method, requests, concurrency):
+    with started(LocalCluster(spec)) as client:
+        for completion in answers_of(client, method, requests, concurrency):
             yield completion.token_ids, completion.metrics.timesteps
-    finally:
-        cluster.stop()
 
 
 def _local_answers(

@@ -9,10 +9,9 @@ open, close and join others.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipedec.threads.dialect import OpenerTag
@@ -203,6 +202,9 @@ class Sequence:
             return []
         if thread.state is not State.RUNNING:
             raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+        return self._accept(thread, token)
+
+    def _accept(self, thread: DecodeThread, token: int) -> list[Start]:
         if self.grammar is not None:
             self.grammar.consume((token,))
         is_end = token in self._end_token_ids
@@ -265,8 +267,7 @@ class Sequence:
 
     def document(self) -> list[DocumentToken]:
         """The tokens generated so far, in document order, truncated at ``max_tokens``."""
-        ordered = enumerate(islice(_in_document_order(self.threads, self.main), self.max_tokens))
-        return [_document_token(thread, index, self.max_tokens - count) for count, (thread, index) in ordered]
+        return self.reader().pop_ready(is_over=True)
 
     def reader(self) -> ReorderBuffer:
         """A buffer that streams the document."""
@@ -282,14 +283,6 @@ class Sequence:
 
 
 NewSequence = Callable[[], Sequence]  # makes the sequence of a new answer
-
-
-def _in_document_order(threads: list[DecodeThread], thread: DecodeThread) -> Iterator[tuple[DecodeThread, int]]:
-    children = {threads[number].opened_at: threads[number] for number in thread.children}
-    for index in range(thread.num_tokens):
-        yield thread, index
-        if index + 1 in children:
-            yield from _in_document_order(threads, children[index + 1])
 
 
 def _document_token(thread: DecodeThread, index: int, remaining: int) -> DocumentToken:
@@ -326,8 +319,8 @@ class ReorderBuffer:
         self._taken = [0]  # number of tokens already returned of each thread on the stack
         self._visited: set[int] = set()
 
-    def pop_ready(self) -> list[DocumentToken]:
-        """The tokens that have become available since the last call."""
+    def pop_ready(self, is_over: bool = False) -> list[DocumentToken]:
+        """The tokens that have become available since the last call; if it ``is_over``, all that are there."""
         taken = []
         while self._remaining and self._stack:
             thread, index = self._threads[self._stack[-1]], self._taken[-1]
@@ -337,11 +330,11 @@ class ReorderBuffer:
                 self._visited.add(child)
                 self._stack.append(child)
                 self._taken.append(0)
-            elif index < (thread.tag.start if thread.tag else thread.num_tokens):
+            elif index < (thread.num_tokens if is_over or thread.tag is None else thread.tag.start):
                 taken.append(_document_token(thread, index, self._remaining))
                 self._taken[-1] += 1
                 self._remaining -= 1
-            elif thread.state is State.ENDED:
+            elif is_over or thread.state is State.ENDED:
                 self._stack.pop()
                 self._taken.pop()
             else:

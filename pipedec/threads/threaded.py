@@ -170,12 +170,7 @@ class ThreadedSequence(Sequence):
     def may_leave_gap(self, token: int) -> bool:
         return self.leaves_gaps and self._bound.may_open(token)
 
-    def accept_token(self, number: int, token: int) -> list[Start]:
-        thread = self.threads[number]
-        if thread.is_cut:
-            return []
-        if thread.state is not State.RUNNING:
-            raise ValueError(f"token {token} for thread {number}, which is {thread.state.value}")
+    def _accept(self, thread: DecodeThread, token: int) -> list[Start]:
         role = self._grammar.role(thread, token)
         self._anomalies.update(self._grammar.anomalies_of(thread, token, role))
         starts = [*self._act(thread, token, role), *self._settle()]
