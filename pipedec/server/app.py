@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Path
+from fastapi import FastAPI, Path
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
@@ -15,7 +15,7 @@ from starlette.requests import Request
 import pipedec
 from pipedec.core.errors import PipedecError
 from pipedec.live.page import POLICY, Hub, Viewer, page
-from pipedec.server.completions import chat_router, completions_router
+from pipedec.server.completions import chat_routes, completions_routes
 from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
 from pipedec.server.metrics import ServerMetrics
@@ -53,8 +53,8 @@ class Api(FastAPI):
 def create_app(front: Front, metrics: ServerMetrics | None = None) -> FastAPI:
     """All routes and what is around them. ``front`` may change its state at any time. ``metrics`` are at ``/metrics``."""
     app = Api(title="pipedec: an OpenAI-compatible API", version=pipedec.__version__, redoc_url=None)
-    for make_router in (completions_router, chat_router, tokens_router, models_router, health_router, live_router):
-        app.include_router(make_router(front))
+    for add_routes in (completions_routes, chat_routes, tokens_routes, models_routes, health_routes, live_routes):
+        add_routes(app, front)
     if metrics is not None:
         app.add_api_route("/metrics", metrics.response, include_in_schema=False, response_model=None)
     for kind in (HTTPException, RequestValidationError, PipedecError):
@@ -77,11 +77,10 @@ def create_app(front: Front, metrics: ServerMetrics | None = None) -> FastAPI:
     return app
 
 
-def tokens_router(front: Front) -> APIRouter:
+def tokens_routes(app: FastAPI, front: Front) -> None:
     """``/tokenize`` and ``/detokenize``, as vLLM has them."""
-    router = APIRouter(tags=["tokens"])
 
-    @router.post("/tokenize", response_model_exclude_unset=True, responses=BODY_ERRORS)
+    @app.post("/tokenize", response_model_exclude_unset=True, responses=BODY_ERRORS, tags=["tokens"])
     async def tokenize(body: TokenizeBody, request: Request) -> TokenizeResponse:
         """Token ids of a prompt, or of messages after the chat template."""
         served = front.require()
@@ -93,8 +92,8 @@ def tokens_router(front: Front) -> APIRouter:
                 raise bad_request("add_special_tokens is not supported with messages: leave it out", "add_special_tokens")
             begins_answer = body.add_generation_prompt is not False
             tools = shown(body.tools) if body.tools else None
-            reading = rendered(body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
-            prompt = await unless_gone(request, reading)
+            reading = partial(rendered, body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
+            prompt = await unless_gone(request, READERS.run(reading))
         else:
             raise bad_request("give either prompt or messages", "prompt")
         tokens = list(prompt.token_ids)
@@ -103,7 +102,7 @@ def tokens_router(front: Front) -> APIRouter:
             found["token_strs"] = [served.tokenizer.token(token) for token in tokens]
         return TokenizeResponse(**found)
 
-    @router.post("/detokenize", responses=BODY_ERRORS)
+    @app.post("/detokenize", responses=BODY_ERRORS, tags=["tokens"])
     async def detokenize(body: DetokenizeBody, request: Request) -> DetokenizeResponse:
         """The text of token ids."""
         served = front.require()
@@ -114,39 +113,33 @@ def tokens_router(front: Front) -> APIRouter:
         reading = READERS.run(partial(served.tokenizer.decode, body.tokens, skip_special_tokens=False))
         return DetokenizeResponse(prompt=await unless_gone(request, reading))
 
-    return router
 
-
-def models_router(front: Front) -> APIRouter:
+def models_routes(app: FastAPI, front: Front) -> None:
     """``/v1/models`` and ``/version``: what is served, also while it is loading."""
-    router = APIRouter(tags=["models"])
 
     def card(name: str) -> ModelCard:
         served = front.served
         root, context = (None, None) if served is None else (served.description.target, served.max_model_len)
         return ModelCard(id=name, object="model", created=front.created, owned_by="pipedec", root=root, max_model_len=context)
 
-    @router.get("/v1/models", responses=error_responses(401))
+    @app.get("/v1/models", responses=error_responses(401), tags=["models"])
     async def list_models() -> ModelList:
         """All names by which the model can be asked for."""
         return ModelList(object="list", data=[card(name) for name in front.settings.served_model_names])
 
-    @router.get("/v1/models/{model:path}", responses=error_responses(400, 401, 404))
+    @app.get("/v1/models/{model:path}", responses=error_responses(400, 401, 404), tags=["models"])
     async def retrieve_model(model: Annotated[str, Path(description="A served name.")]) -> ModelCard:
         """One of them."""
         return card(front.settings.check_model(model))
 
-    @router.get("/version")
+    @app.get("/version", tags=["models"])
     async def show_version() -> VersionResponse:
         """The version of pipedec."""
         return VersionResponse(version=pipedec.__version__)
 
-    return router
 
-
-def health_router(front: Front) -> APIRouter:
+def health_routes(app: FastAPI, front: Front) -> None:
     """``/health`` and ``/ready``, for load balancers: neither needs a key."""
-    router = APIRouter(tags=["health"])
 
     def answer(is_ready: bool) -> HealthResponse:
         status = front.require(is_ready).engine.last_status
@@ -154,32 +147,28 @@ def health_router(front: Front) -> APIRouter:
             return HealthResponse(status="ok")
         return HealthResponse(status="recovering" if status.is_recovering else "ok", epoch=status.epoch)
 
-    @router.get("/health", responses=error_responses(503))
+    @app.get("/health", responses=error_responses(503), tags=["health"])
     async def check_health() -> HealthResponse:
         """Whether the cluster lives: 503 while it is loading, and when it was lost for good."""
         return answer(is_ready=False)
 
-    @router.get("/ready", responses=error_responses(503))
+    @app.get("/ready", responses=error_responses(503), tags=["health"])
     async def check_ready() -> HealthResponse:
         """Whether requests are taken: as /health, and 503 while the server shuts down."""
         return answer(is_ready=True)
 
-    return router
 
-
-def live_router(front: Front) -> APIRouter:
+def live_routes(app: FastAPI, front: Front) -> None:
     """The live page and the feed that it reads (docs/live.md)."""
-    router, hub = APIRouter(tags=["live"]), Hub(lambda: front.is_ending)
+    hub = Hub(lambda: front.is_ending)
 
-    @router.get("/live", include_in_schema=False)
+    @app.get("/live", include_in_schema=False)
     async def show_page() -> Response:
         """The page, which needs no key; the feed that it reads does."""
         return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
 
-    @router.get("/live/feed", include_in_schema=False)  # it never ends, which OpenAPI cannot say
+    @app.get("/live/feed", include_in_schema=False)  # it never ends, which OpenAPI cannot say
     async def follow() -> EventStream:
         """The live feed as server-sent events."""
         engine, viewer = front.require().engine, Viewer(hub.going_on)
         return EventStream(hub.events(engine.live, viewer), front.settings, lambda: hub.leave(viewer))
-
-    return router

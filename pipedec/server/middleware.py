@@ -72,18 +72,16 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        tenants = {digest: uuid.uuid4().hex for digest in self._digests}
-        self._tenants = [tenants[digest] for digest in self._digests]
+        self._tenants = {hashlib.sha256(key.encode()).digest(): uuid.uuid4().hex for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
-        known = [hmac.compare_digest(given, digest) for digest in self._digests]  # all of them, whichever is the right one
-        is_allowed = scheme.lower() == "bearer" and any(known)
+        known = [self._tenants[digest] for digest in self._tenants if hmac.compare_digest(given, digest)]  # all are compared
+        is_allowed = scheme.lower() == "bearer" and bool(known)
         if is_allowed:
-            scope.setdefault("state", {})["tenant"] = self._tenants[known.index(True)]
+            scope.setdefault("state", {})["tenant"] = known[0]
         if is_allowed or scope["method"] == "OPTIONS" or not _GUARDED.match(path):
             await self._app(scope, receive, send)
             return

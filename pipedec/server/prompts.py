@@ -87,22 +87,16 @@ def _prompts(prompts: Sequence[str | Sequence[int]], tokenizer: Tokenizer, add_s
     return found
 
 
-async def rendered(
+def rendered(
     messages: Sequence[ConversationMessage], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:  # fmt: skip
     """The prompt that the chat template makes of messages, with further ``variables`` and with tools that it shows to the model.
+    It may take long, and is for ``READERS``.
 
     ``begins_answer``: it ends where the answer of the assistant begins. Raises ApiError if the messages are empty, too long, not
     supported, or refused by the template.
     """
-    return await READERS.run(partial(_rendered, messages, served, begins_answer, variables, tools))
-
-
-def _rendered(
-    messages: Sequence[ConversationMessage], served: ServedRun, begins_answer: bool, variables: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> Prompt:  # fmt: skip
     tokenizer, has_tools = served.tokenizer, knows_tools(served.tokenizer.tool_template)
     documents = [_document(index, message, has_tools) for index, message in enumerate(messages)]
     _check_length("".join(text_of(document.get("content")) for document in documents), served, "messages")

@@ -15,7 +15,7 @@ from pydantic_core import PydanticCustomError
 from pipedec.core.sampling import MAX_LOGPROBS
 from pipedec.core.values import shortened
 from pipedec.methods import option_limits
-from pipedec.server.errors import UNSUPPORTED, bad_request
+from pipedec.server.errors import UNSUPPORTED
 
 MAX_CHOICES = 8
 MAX_MESSAGES = 4096
@@ -174,11 +174,6 @@ class GenerationBody(Body):
     def max_tokens_asked(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def check_stream_options(self) -> None:
-        """Raises ApiError for stream_options of a whole answer."""
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options is only allowed with stream: true", "stream_options")
-
 
 class CompletionBody(GenerationBody):
     """The body of ``/v1/completions``."""
@@ -271,17 +266,14 @@ def _bounded(messages: Any) -> Any:
 Messages = Annotated[list[ConversationMessage], FirstMistake(), BeforeValidator(_bounded)]
 
 
-class ChatTemplateFields(BaseModel):
-    messages: Messages
-    add_generation_prompt: bool | None = Field(None, description="End with the beginning of an answer. Default: true.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
-
-
-class ChatBody(ChatTemplateFields, GenerationBody):
+class ChatBody(GenerationBody):
     """The body of ``/v1/chat/completions``."""
 
     unsupported = {**Body.unsupported, **dict.fromkeys(("add_special_tokens", "echo"), _NOTHING)}
 
+    messages: Messages
+    add_generation_prompt: bool | None = Field(None, description="End with the beginning of an answer. Default: true.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="With logprobs: most probable tokens.")
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")

@@ -100,17 +100,16 @@ class LogprobWriter:
 
 
 class ChoiceWriter(ABC):
-    """Gives ``count`` choices their shape, with log-probabilities unless ``most_probable`` is None."""
+    """Gives a choice its shape, with log-probabilities unless ``most_probable`` is None."""
 
     kind: str  # the ``object`` of a document
     chunk_kind: str  # and of a chunk
-    num_dropped = 0  # tokens at the end of each answer that are not the client's
+    num_dropped = 0  # tokens at the end of the answer that are not the client's
 
-    def __init__(self, body: GenerationBody, most_probable: int | None, count: int, served: ServedRun) -> None:
-        self._has_logprobs = most_probable is not None
+    def __init__(self, body: GenerationBody, most_probable: int | None, served: ServedRun) -> None:
         as_ids = bool(body.return_tokens_as_token_ids)
-        self._writers = [LogprobWriter(served.tokenizer, most_probable or 0, as_ids) for _ in range(count)]
-        self._has_begun = [False] * count
+        self._logprobs = None if most_probable is None else LogprobWriter(served.tokenizer, most_probable, as_ids)
+        self._has_begun = False
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
@@ -179,32 +178,34 @@ def answers_of(
 
 
 async def respond(
-    request: Request, answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter
+    request: Request, answers: Generations, body: GenerationBody, head: ResponseHead, writers: Sequence[ChoiceWriter]
 ) -> Response:
-    """Submit the requests and answer the client. Raises ApiError or PipedecError before anything was sent."""
+    """Submit the requests and answer the client; each answer has its writer. Raises ApiError or PipedecError before anything was
+    sent.
+    """
     await answers.submit()
-    counter = _Counter(answers, body.n or 1, writer.num_dropped)
+    counter = _Counter(answers, body.n or 1, writers[0].num_dropped)
     if body.stream:
-        return EventStream(_events(answers, body, head, writer, counter), answers.front.settings, answers.close)
+        return EventStream(_events(answers, body, head, writers, counter), answers.front.settings, answers.close)
 
     async def complete() -> list[dict[str, Any]]:
         choices = {}
         async for part in answers.parts():
             if part.completion is not None:
                 counter.count(part)
-                choices[part.index] = writer.choice(part.index, part.completion)
+                choices[part.index] = writers[part.index].choice(part.index, part.completion)
         return [choice for _, choice in sorted(choices.items())]
 
     try:
         choices = await unless_gone(request, complete())
     finally:
         answers.close()
-    document = head.document(writer.kind, choices) | {"usage": counter.usage()}
+    document = head.document(writers[0].kind, choices) | {"usage": counter.usage()}
     return Response(json.dumps(document, separators=(",", ":")), media_type="application/json")
 
 
 async def _events(
-    answers: Generations, body: GenerationBody, head: ResponseHead, writer: ChoiceWriter, counter: _Counter
+    answers: Generations, body: GenerationBody, head: ResponseHead, writers: Sequence[ChoiceWriter], counter: _Counter
 ) -> AsyncIterator[bytes]:
     """The chunks, then the usage if it is asked for. An error ends the stream with an event of its own."""
     options = body.stream_options
@@ -213,12 +214,12 @@ async def _events(
     try:
         async for part in answers.parts():
             counter.count(part)
-            choice = writer.chunk(part)
+            choice = writers[part.index].chunk(part)
             if choice is not None:
                 usage = {"usage": counter.usage()} if options is not None and options.continuous_usage_stats else extra
-                yield event(head.document(writer.chunk_kind, [choice]) | usage)
+                yield event(head.document(writers[0].chunk_kind, [choice]) | usage)
         if includes_usage:
-            yield event(head.document(writer.chunk_kind, []) | {"usage": counter.usage()})
+            yield event(head.document(writers[0].chunk_kind, []) | {"usage": counter.usage()})
     except Exception as error:
         yield event(api_error(error).body())
     yield b"data: [DONE]\n\n"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -35,17 +34,12 @@ _AS_THEY_ARE = (
 class GenerationParams:
     """The parameters of a body, besides its prompts."""
 
-    sampling: SamplingParams  # the first choice's, except ``max_tokens``
+    request: PromptRequest  # the first choice's, except prompt, tenant and ``max_tokens``
     context: int  # the model's, in tokens
     vocab_size: int  # the model's
     max_tokens: int | None  # None if it is not given; 0 for the prompt alone
     default_max_tokens: int | None  # if it is not given; None for all that fits
     n: int  # choices per prompt
-    method: str | None
-    options: Mapping[str, Any]
-    dialect: Dialect | None
-    shows_threads: bool
-    priority: int
 
     def requests(self, prompt: Sequence[int], tenant: str | None = None) -> list[PromptRequest]:
         """One request of ``tenant`` for each choice, whose seed is one more than that of the choice before it.
@@ -61,16 +55,10 @@ class GenerationParams:
                 f"{self.context}: shorten the prompt or lower max_tokens",
                 "prompt" if room <= 0 else "max_tokens",
             )
-        threads, seed = None if self.dialect is None else self.dialect.to_json(), self.sampling.seed
-        seeds = [None if seed is None else (seed + index) % _SEEDS for index in range(self.n)]
-        return [
-            PromptRequest(
-                tuple(prompt), raw=True, method=self.method, sampling=replace(self.sampling, max_tokens=max_tokens, seed=own),
-                options=self.options, threads=threads, show_threads=self.shows_threads, priority=self.priority,
-                tenant=tenant,
-            )
-            for own in seeds
-        ]  # fmt: skip
+        sampling = self.request.sampling
+        seeds = [None if sampling.seed is None else (sampling.seed + index) % _SEEDS for index in range(self.n)]
+        choices = [replace(sampling, max_tokens=max_tokens, seed=seed) for seed in seeds]
+        return [replace(self.request, prompt=tuple(prompt), tenant=tenant, sampling=choice) for choice in choices]
 
 
 async def asked_of(
@@ -81,16 +69,20 @@ async def asked_of(
 
     ``echoes``: the prompt is returned, too, with its log-probabilities if there are any.
     """
-    body.check_stream_options()
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("stream_options is only allowed with stream: true", "stream_options")
     if body.max_tokens_asked is not None and body.max_tokens_asked < (0 if echoes else 1):
         raise bad_request(f"max_tokens must be at least 1, or 0 with echo, not {body.max_tokens_asked}", "max_tokens")
     dialect = _dialect(body.threads, served)
     if structure is not None:
         await require_possible(structure, body, served.structures)
+    request = PromptRequest(
+        (), raw=True, sampling=_sampling(body, served, logprobs, echoes, structure), method=_method(body, served.description),
+        options=body.method_options or {}, threads=None if dialect is None else dialect.to_json(),
+        show_threads=dialect is not None and bool(body.stream), priority=body.priority or 0,
+    )  # fmt: skip
     return GenerationParams(
-        _sampling(body, served, logprobs, echoes, structure), served.max_model_len, served.vocab_size, body.max_tokens_asked,
-        default_max_tokens, body.n or 1, _method(body, served.description), body.method_options or {}, dialect,
-        dialect is not None and bool(body.stream), body.priority or 0,
+        request, served.max_model_len, served.vocab_size, body.max_tokens_asked, default_max_tokens, body.n or 1
     )  # fmt: skip
 
 
