@@ -60,7 +60,6 @@ class RequestFaults:
         return _Work(self, number)
 
     def record_failure(self, number: int, error: Exception) -> None:
-        """Note that a request has failed."""
         failure = failure_of(self._where, error)
         logger.warning("request %d has failed: %s", number, failure, exc_info=None if isinstance(error, UserError) else error)
         if number not in self._found:

@@ -139,7 +139,6 @@ class Prefixes:
         return path, source, most
 
     def use(self, known: Iterable[KnownBlock]) -> None:
-        """Note that a running request uses these blocks."""
         for one in known:
             self.num_kept -= not one.users
             one.users += 1
@@ -206,16 +205,14 @@ class _Holder:
 
     Attributes:
         blocks: in the order of its slots.
-        path: the known blocks that hold its first tokens.
-        rest: its tokens after those.
-        num_tokens: number of its known tokens, those in ``path`` and ``rest``.
+        path: the full known blocks that hold its first tokens.
+        rest: its known tokens after those.
         is_double: whether another running request has a known block with the first tokens of ``rest``.
     """
 
     blocks: list[int]
     path: list[KnownBlock]
     rest: list[int]
-    num_tokens: int
     is_double: bool = False
 
 
@@ -320,7 +317,7 @@ class KVManager:
         blocks += self._take(plan.num_new, blocks)
         if source is not None and not plan.takes_over:
             self._prefixes.leave([source])
-        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]), plan.cached)
+        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]))
         return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied)
 
     def grow(self, number: int, slots: int) -> SlotRuns | None:
@@ -339,10 +336,6 @@ class KVManager:
         """Slots that a request has; 0 if it is not open."""
         return len(self._holders[number].blocks) * self.block if number in self._holders else 0
 
-    def tokens_of(self, number: int) -> int:
-        """The number of known tokens in the first slots of an open request."""
-        return self._holders[number].num_tokens
-
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
         """Note which tokens the next slots of a request hold from the next timestep on, beginning after the ``cached`` tokens
         of its lease. Raises ValueError if the request has too few slots.
@@ -351,8 +344,8 @@ class KVManager:
         if not self.shares_prefixes:
             return
         holder.rest += token_ids
-        holder.num_tokens += len(token_ids)
-        if holder.num_tokens > (num_slots := len(holder.blocks) * self.block):
+        num_slots = len(holder.blocks) * self.block
+        if len(holder.path) * self.block + len(holder.rest) > num_slots:
             raise ValueError(f"request {number} has {num_slots} slots, too few for its tokens")
         if not holder.is_double:
             holder.is_double = not self._make_known(holder)
@@ -395,7 +388,6 @@ class KVManager:
         return True
 
     def _plan(self, token_ids: Sequence[int], slots: int) -> _Plan | None:
-        """Plan the memory of a request; None if there is no room."""
         path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else ([], None, 0)
         num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
         available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)

@@ -145,7 +145,6 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
 
 
 def _announce(settings: ServerSettings, http: HttpFlags, url: str) -> None:
-    """Announce that requests are taken, and how to make one."""
     log("ready", url=url, model=settings.model_name)
     key = ["-H", "Authorization: Bearer YOUR_KEY"] if settings.api_keys else []
     through = [] if http.uds is None else ["--unix-socket", str(http.uds)]

@@ -117,7 +117,6 @@ def _check_wire(settings: Settings) -> None:
 
 
 def _compare_running(cluster: RunHandle, methods: list[str], requests: list[PromptRequest], concurrency: int) -> None:
-    """Compare the methods of a running cluster with its ``pp``."""
     _check_wire(cluster.description.settings)
     for name in methods:
         cluster.check_method(name)

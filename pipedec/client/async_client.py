@@ -86,7 +86,6 @@ class AsyncReply:
             await self._cancel(self.reply)
 
     def add(self, delta: Delta) -> None:
-        """Take the next part of the answer."""
         self._news = delta if self._news is None else self._news + delta
         self._changed.set()
 

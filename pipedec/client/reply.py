@@ -75,7 +75,6 @@ class TokenArrivals:
         self.events: list[tuple[float, int]] = []
 
     def note(self, num_tokens: int) -> None:
-        """Record that ``num_tokens`` tokens arrive now."""
         if num_tokens:
             self.events.append((time.perf_counter() - self.submitted, num_tokens))
 

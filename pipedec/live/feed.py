@@ -89,7 +89,6 @@ class LiveFeed:
         self._send([self._run_frame(), *(self._open_frame(opened) for opened in running)])
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch: all rows in flight are lost."""
         self._about["epoch"] = epoch
         if self.watcher:
             self._complete()
@@ -154,7 +153,6 @@ class LiveFeed:
         self._present["out"].append(request.latest)
 
     def _leave(self, number: int, reason: str, metrics: Mapping[str, Any] | None = None) -> None:
-        """Report that a request has ended, or waits."""
         one = self._requests.get(number)
         if one is not None and one.has_lane:
             one.has_lane = False
@@ -211,7 +209,6 @@ class _WatchedRequest:
         self._sequence = opened.request.new_sequence() if is_seen and self.has_threads else None
 
     def enter(self, step: Step) -> list[_EnteredRow]:
-        """Rows enter the first stage."""
         token_ids, parents = step.token_ids.tolist(), step.parents.tolist()
         threads = [0] * len(token_ids) if step.threads is None else step.threads.tolist()
         log_probs = [None] * len(token_ids) if step.log_probs is None else list(map(float, step.log_probs))

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedec.client.async_client import AsyncReply
 from pipedec.client.reply import Delta
 from pipedec.core.completion import Completion
 from pipedec.core.errors import UserError
@@ -90,8 +89,6 @@ class Generations:
     def __init__(self, front: Front, generations: Sequence[Generation]) -> None:
         self.front = front
         self.generations = generations
-        self._answers: list[AsyncReply] = []
-        self._ended: set[int] = set()
 
     async def submit(self) -> None:
         """Submit all, or none. Raises UserError, QueueFull, RankLost or SchedulerLost."""
@@ -99,7 +96,6 @@ class Generations:
             for generation in self.generations:
                 answer = await self.front.require().engine.submit(generation.request)
                 generation.number = answer.number
-                self._answers.append(answer)
                 self.front.open[generation] = answer
                 for observer in self.front.observers:
                     observer.began(generation)
@@ -109,18 +105,18 @@ class Generations:
 
     def close(self) -> None:
         """Cancel what has not ended. May be called twice."""
-        for index, answer in enumerate(self._answers):
-            if index not in self._ended:
+        for generation in self.generations:
+            if (answer := self.front.open.get(generation)) is not None:
                 self.front.in_background(answer.cancel())
-                self._end(index, "abort", None)
+                self._end(generation, "abort", None)
 
     async def parts(self) -> AsyncIterator[AnswerPart]:
         """New parts of all answers, as they arrive. Raises UserError, RankLost or SchedulerLost."""
-        if len(self._answers) == 1:
+        if len(self.generations) == 1:
             async for part in self._read(0):
                 yield part
             return
-        readers = [self._read(index) for index in range(len(self._answers))]
+        readers = [self._read(index) for index in range(len(self.generations))]
         waiting = {asyncio.ensure_future(anext(reader)): reader for reader in readers}
         try:
             while waiting:
@@ -138,8 +134,8 @@ class Generations:
 
     async def _read(self, index: int) -> AsyncIterator[AnswerPart]:
         """The parts of one answer; the last one has the completion."""
-        generation, answer = self.generations[index], self._answers[index]
-        reader = _Reader(index, generation)
+        generation = self.generations[index]
+        reader, answer = _Reader(index, generation), self.front.open[generation]
         try:
             async for delta in answer:
                 if count := len(delta.token_ids):
@@ -157,14 +153,12 @@ class Generations:
                 method, reason = generation.request.method or "", "cancelled"
                 completion = Completion(method, 0, generation.prompt_tokens, finish_reason=reason)
         except Exception:
-            self._end(index, "error", None)
+            self._end(generation, "error", None)
             raise
-        self._end(index, finish_reason(completion), completion)
+        self._end(generation, finish_reason(completion), completion)
         yield reader.finish(completion)
 
-    def _end(self, index: int, reason: str, completion: Completion | None) -> None:
-        if index not in self._ended:
-            self._ended.add(index)
-            self.front.open.pop(self.generations[index])
+    def _end(self, generation: Generation, reason: str, completion: Completion | None) -> None:
+        if self.front.open.pop(generation, None) is not None:
             for observer in self.front.observers:
-                observer.ended(self.generations[index], reason, completion)
+                observer.ended(generation, reason, completion)

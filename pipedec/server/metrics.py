@@ -222,7 +222,6 @@ class ClusterMetrics(Collector):
         return family
 
     def _by(self, label: str, kind: Family, name: str, text: str, values: Mapping[str, float]) -> Metric:
-        """A family with a further label."""
         family = kind(name, text, labels=[*self._labels, label])
         for value, count in values.items():
             family.add_metric([*self._labels.values(), value], count)

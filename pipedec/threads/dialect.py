@@ -180,7 +180,6 @@ class BoundDialect:
         return self.dialect.opener_end is not None
 
     def extended(self, tag: OpenerTag, token: int) -> OpenerTag:
-        """The tag with one more token."""
         return OpenerTag(tag.start, tag.num_tokens + 1, tag.text + self.text_of(token))
 
     def may_open(self, token: int) -> bool:

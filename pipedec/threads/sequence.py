@@ -135,7 +135,6 @@ class DecodeThread:
         return (*self.inherited, *joined)
 
     def enter(self, token: int, is_control: bool) -> None:
-        """Append a token at the next position."""
         self.token_ids.append(token)
         self.positions.append(self.next_position)
         self.is_control.append(is_control)

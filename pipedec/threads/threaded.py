@@ -211,7 +211,6 @@ class ThreadedSequence(Sequence):
         return self._dialect.show_control or not token.is_control
 
     def _act(self, thread: DecodeThread, token: int, role: Role) -> list[Start]:
-        """Apply an accepted token to its own thread."""
         if role is Role.JOIN:
             self._break_tag(thread, thread.num_tokens)
             thread.pending, thread.state = token, State.WAITING
