@@ -134,26 +134,6 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def arguments_of(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
-    """Values by field, with the annotated types of these, as the arguments of a command that has their options."""
-    words: list[str] = []
-    for name, value in values.items():
-        match value:
-            case None:
-                continue
-            case bool() if (note := _help(hints[name])) is not None and note.metavar == ON_OFF:
-                words += [flag_name(name), _on_off(value)]
-            case True:
-                words.append(flag_name(name))
-            case False:
-                words.append(flag_name(f"no_{name}"))
-            case tuple():
-                words += [flag_name(name), ",".join(map(str, value))]
-            case _:
-                words += [flag_name(name), str(value)]
-    return words
-
-
 def run_command(command: click.Command) -> NoReturn:
     """Run a program. An error ends it with one line, never with a traceback. Characters that a terminal or file cannot show, and
     bytes that are no text, are replaced.
@@ -208,15 +188,11 @@ def _truth_option(names: list[str], note: Help, default: bool, settings: dict[st
     """An option with the value on or off; a pair of options without one; or a single one, which inverts the default."""
     if note.metavar == ON_OFF:
         settings |= {"type": click.Choice(("on", "off")), "callback": lambda _context, _option, word: word == "on"}
-        return click.option(*names, default=_on_off(default), show_default=True, metavar=ON_OFF, **settings)
+        return click.option(*names, default="on" if default else "off", show_default=True, metavar=ON_OFF, **settings)
     if "/" in names[1]:
         return click.option(*names, default=default, show_default=True, **settings)
     flag = note.flag or flag_name(f"no_{names[0]}" if default else names[0])
     return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, **settings)
-
-
-def _on_off(value: bool) -> str:
-    return "on" if value else "off"
 
 
 class _RangedOption(click.Option):

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
+from support.option_words import option_words
 
 from pipedec.core.errors import UserError
 from pipedec.core.values import check_fields, field_hints
 from pipedec.flags import (
     ON_OFF,
     Help,
-    arguments_of,
     given_values,
     option_fields,
     options_of,
@@ -104,7 +104,7 @@ VALUES = {
 def test_arguments_of_values_are_read_back(values: dict[str, Any]) -> None:
     """Values that have their defaults are left out, as ``--no-NAME`` exists for some of them only."""
     changed = {name: value for name, value in values.items() if value != getattr(Trip, name)}
-    assert parsed("--to", "Rome", *arguments_of(changed, field_hints(Trip))) == Trip(to="Rome", **values)
+    assert parsed("--to", "Rome", *option_words(changed, field_hints(Trip))) == Trip(to="Rome", **values)
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 import pytest
 import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import save_tiny_llama
+from support.option_words import option_words
 from support.tiny_pair import Pair
 
 import pipedec
 from pipedec.config import Settings, settings_options
 from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import RedisConfig
-from pipedec.config.settings import GROUPS, given_settings
+from pipedec.config.settings import GROUPS, OPTIONS, SETTINGS, given_settings
 from pipedec.core.errors import UserError
 from pipedec.engine.build import resolve
 from pipedec.messages.run import RunDescription
@@ -144,7 +146,9 @@ def parsed(arguments: list[str], command: click.Command = whole) -> Any:
 @given(SOME)
 def test_options_keys_and_keyword_arguments_are_the_same_settings(values: dict[str, Any]) -> None:
     settings = Settings.of(**values)
-    assert parsed(settings.arguments()) == settings
+    given = {name: value for name, value in settings.items() if name in OPTIONS and (name, value) not in Settings().items()}
+    assert parsed(option_words(given, SETTINGS)) == settings
+    assert parse_json(Settings, msgspec.json.encode(settings)) == settings
     document = {"target": "t", "stages": 4, **values, "servers": [{"host": "h", "devices": {"cpu": 1}}], "partitions": {"p": {}}}
     config = cluster_from_json(json.dumps(document))
     _, partition = config.find_partition()

@@ -32,6 +32,7 @@ from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import Recovery
 from pipedec.scheduler import read_description
 from pipedec.topology import rank_name
+from pipedec.validation import parse_json
 
 Detach = Annotated[bool, Help("Return when the cluster is up and leave it running.")]
 
@@ -46,7 +47,7 @@ CLIENT_GRACE_SECONDS = 1.0
 @own_options
 def up(
     settings: Settings, place: ClusterFlags, detach: Detach = False,
-    for_parent: Annotated[bool, Help("End with the parent process; print for it, as JSON, what is up.", hidden=True)] = False,
+    for_parent: Annotated[bool, Help("End with the parent; read settings and print what is up, as JSON.", hidden=True)] = False,
 ) -> None:  # fmt: skip
     """Start all ranks on this machine, and a Redis unless --redis names one.
 
@@ -55,6 +56,7 @@ def up(
     if for_parent:
         die_with_parent()  # raises BrokenPipeError if it has ended already
         print(json.dumps({"pid": os.getpid()}), flush=True)
+        settings = parse_json(Settings, sys.stdin.read())
     server = redis_config(place.redis)
     is_second = for_parent and any(state.run_id == DEFAULT_RUN for state in running_here())  # a server has no --run
     run_id = place.run or (DEFAULT_RUN if server.url and not is_second else f"local-{secrets.token_hex(4)}")

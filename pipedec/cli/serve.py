@@ -125,7 +125,7 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
         with scheduler.client:
             target = RunHandle.of(scheduler, found.run_id).description.target
     else:
-        backend = ClusterProcess(settings.arguments())
+        backend = ClusterProcess(settings)
         target = str(settings.models.target or reference_pair() / "target")
     served, defaults = http.settings(keys, target), sampling_defaults(http.generation_config, target)
     with http.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):

@@ -22,7 +22,7 @@ from pipedec.core.request import MethodOptions
 from pipedec.core.values import joined, unknown_name
 from pipedec.directories import reference_threads
 from pipedec.families import ModelImpl
-from pipedec.flags import ON_OFF, Command, Help, arguments_of, given_values, option_fields, with_options
+from pipedec.flags import ON_OFF, Command, Help, given_values, option_fields, with_options
 from pipedec.methods import LayerTreeOptions
 from pipedec.validation import byte_size, validated
 
@@ -251,21 +251,12 @@ class Settings:
         """All settings, flat: (name, value)."""
         return ((name, getattr(getattr(self, group), name)) for name, group in GROUPS.items())
 
-    def changes(self) -> dict[str, Any]:
-        """The settings that do not have their default values, by name."""
-        defaults = dict(Settings().items())
-        return {name: value for name, value in self.items() if value != defaults[name]}
-
     def for_threads(self) -> Settings:
         """With the shipped pair that opens threads, unless another target is given."""
         if self.models.target is not None:
             return self
         shipped = reference_threads()
         return self.replaced(target=str(shipped / "target"), draft=self.models.draft or str(shipped / "draft"))
-
-    def arguments(self) -> list[str]:
-        """As arguments of a command that has options for settings; those without an option are left out."""
-        return arguments_of({name: value for name, value in self.changes().items() if name in OPTIONS}, SETTINGS)
 
     def without_secrets(self) -> Settings:
         """These settings without passwords: safe to publish and to print."""

@@ -12,18 +12,20 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI
 from msgspec import Meta
 
 from pipedec.client.async_client import AsyncClient
 from pipedec.cluster.place import RunAddress
+from pipedec.config import Settings
 from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.families import context_length
 from pipedec.flags import Help
@@ -60,21 +62,21 @@ class ClusterProcess:
 
     The child runs in a session of its own, so that Ctrl-C does not take the cluster from answers that are still being finished.
     It ends with the *thread* that started it, however that ends: start it from the main thread, which runs the event loop.
-    ``arguments`` are those of ``pipedec up``.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._arguments = arguments
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> RunAddress:
         """Start it; return when the cluster takes requests. Raises ClusterEnded if it ends instead."""
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pipedec.cli", "up", "--for-parent", *self._arguments,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-            limit=_ANNOUNCEMENT_BYTES,
+            sys.executable, "-m", "pipedec.cli", "up", "--for-parent",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=_ANNOUNCEMENT_BYTES,
         )  # fmt: skip
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(self._settings))
+        self._process.stdin.close()
         async for line in self._process.stdout:
             news = json.loads(line)
             if "run_id" in news:

@@ -1,6 +1,6 @@
 """Answers in several decode threads (APAR, PASTA). Knows token ids and texts; knows no model, process or Redis, and no torch."""
 
-from pipedec.threads.dialect import DIALECTS, NO_DIALECT, BoundDialect, Dialect, bind, load_dialect
+from pipedec.threads.dialect import DIALECTS, BoundDialect, Dialect, bind, load_dialect
 from pipedec.threads.metrics import ThreadMetrics, measure
 from pipedec.threads.sequence import (
     Anomaly,
@@ -17,7 +17,7 @@ from pipedec.threads.sequence import (
 from pipedec.threads.threaded import ThreadedSequence
 
 __all__ = [
-    "DIALECTS", "NO_DIALECT", "Anomaly", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "NewSequence",
+    "DIALECTS", "Anomaly", "BoundDialect", "Context", "DecodeThread", "Dialect", "DocumentToken", "NewSequence",
     "ReorderBuffer", "Sequence", "Start", "State", "ThreadMetrics", "ThreadedSequence", "bind", "load_dialect", "measure",
     "replay",
 ]  # fmt: skip

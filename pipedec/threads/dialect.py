@@ -20,8 +20,6 @@ from pipedec.validation import parse_json, read_text
 
 DIALECTS = ("apar", "pasta", "parallel")
 _MAX_DIGITS = 9  # that a stated length may have
-_NEVER = -(2**62)  # no vocabulary has this token
-_UNLIMITED = 2**62
 _DIRECTORY = Path(__file__).parent / "dialects"
 _Text = Annotated[str, Meta(min_length=1)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -202,14 +200,6 @@ class BoundDialect:
         if len(digits) > _MAX_DIGITS:
             return 10**_MAX_DIGITS
         return int(digits) * self.dialect.length_scale if digits.isdecimal() else None
-
-
-# For an answer in one thread: nothing opens another one, and every token is text.
-NO_DIALECT = BoundDialect(
-    Dialect(name="none", opener="none", child_start="never", max_cached_tokens=_UNLIMITED, show_control=True),
-    opener=_NEVER, child_start=_NEVER, child_end=None, join=None, control=frozenset(), never_sampled=frozenset(),
-    no_opening_after=frozenset(), text_of=str,
-)  # fmt: skip
 
 
 def bind(dialect: Dialect, token_of: Callable[[str], int | None], text_of: Callable[[int], str]) -> BoundDialect:

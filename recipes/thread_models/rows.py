@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.threads import NO_DIALECT, BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
+from pipedec.threads import BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
+from recipes.thread_models.one_thread import NO_DIALECT
 from recipes.thread_models.records import Annotated
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 

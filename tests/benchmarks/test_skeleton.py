@@ -41,7 +41,7 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
-from pipedec.threads import NO_DIALECT
+from recipes.thread_models.one_thread import NO_DIALECT
 
 pytestmark = pytest.mark.slow
 

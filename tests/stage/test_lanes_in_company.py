@@ -24,7 +24,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, Step
 from pipedec.core.verdict import Verdict
 from pipedec.threads import NewSequence, ThreadedSequence
-from pipedec.threads.dialect import NO_DIALECT
+from recipes.thread_models.one_thread import NO_DIALECT
 
 
 def assert_equal(alone: Script, in_company: Script, tolerance: float) -> None:

@@ -11,7 +11,7 @@ from support.examples import examples
 from support.toy_dialects import END, IDS, at, ids, say, sequence_of, toy, written
 
 from pipedec.threads import Sequence, Start, State, ThreadedSequence
-from pipedec.threads.dialect import NO_DIALECT
+from recipes.thread_models.one_thread import NO_DIALECT
 
 FORK, CHILD, ASYNC, SYNC = IDS["[Fork]"], IDS["[Child]"], IDS["<async>"], IDS["<sync/>"]
 
