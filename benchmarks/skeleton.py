@@ -277,7 +277,10 @@ class SkeletonOfThought(Style):
         )  # fmt: skip
 
     def _tokenized(self, prompter: Prompter, request: PromptRequest, prompt: str, begun: str) -> tuple[int, ...]:
-        return prompter.token_ids(prompt, request.raw, request.sampling.max_tokens, begun=begun)
+        is_plain, said = request.raw or not prompter.tokenizer.has_chat_template, [{"role": "user", "content": prompt}]
+        text = f"{prompt}\n{begun}" if is_plain else prompter.tokenizer.render_chat(said) + begun
+        token_ids = tuple(prompter.tokenizer.encode(text, add_special_tokens=is_plain))
+        return prompter.token_ids(token_ids, request.raw, request.sampling.max_tokens)
 
 
 def _question(request: PromptRequest) -> str:

@@ -336,6 +336,11 @@ class KVManager:
         """Slots that a request has; 0 if it is not open."""
         return len(self._holders[number].blocks) * self.block if number in self._holders else 0
 
+    def tokens_of(self, number: int) -> int:
+        """The number of known tokens in the first slots of an open request."""
+        holder = self._holders[number]
+        return len(holder.path) * self.block + len(holder.rest)
+
     def extend(self, number: int, token_ids: Sequence[int]) -> None:
         """Note which tokens the next slots of a request hold from the next timestep on, beginning after the ``cached`` tokens
         of its lease. Raises ValueError if the request has too few slots.
@@ -345,7 +350,7 @@ class KVManager:
             return
         holder.rest += token_ids
         num_slots = len(holder.blocks) * self.block
-        if len(holder.path) * self.block + len(holder.rest) > num_slots:
+        if self.tokens_of(number) > num_slots:
             raise ValueError(f"request {number} has {num_slots} slots, too few for its tokens")
         if not holder.is_double:
             holder.is_double = not self._make_known(holder)

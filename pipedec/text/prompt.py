@@ -40,9 +40,7 @@ class Prompter:
         if max_model_len is not None and max_model_len < max_positions:
             self._context, self._owner = max_model_len, "cluster"
 
-    def token_ids(
-        self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, threads: str | None = None, begun: str = ""
-    ) -> tuple[int, ...]:
+    def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int, threads: str | None = None) -> tuple[int, ...]:
         """The prompt's token ids, after the chat template unless the model has none.
 
         Args:
@@ -50,7 +48,6 @@ class Prompter:
             raw: skip the chat template.
             max_tokens: room to leave for the answer.
             threads: dialect in which the answer may open decode threads, passed to the template as ``threads``; None for none.
-            begun: the beginning of the answer to a text; the model continues it. Without a template it is a line of its own.
 
         Raises UserError if the prompt is empty, has a token that the model lacks, or exceeds the context of the model or the
         cluster together with ``max_tokens``.
@@ -64,11 +61,10 @@ class Prompter:
                 raise UserError("the prompt is empty: give --prompt TEXT, --prompt-file FILE, or text on standard input")
             self.tokenizer.check_length(prompt, self._context)
             is_plain = raw or not self.tokenizer.has_chat_template
-            if is_plain:
-                text = f"{prompt}\n{begun}" if begun else prompt
-            else:
+            text = prompt
+            if not is_plain:
                 options: dict[str, Any] = {} if threads is None else {"threads": threads}
-                text = self.tokenizer.render_chat([{"role": "user", "content": prompt}], **options) + begun
+                text = self.tokenizer.render_chat([{"role": "user", "content": prompt}], **options)
             token_ids = tuple(self.tokenizer.encode(text, add_special_tokens=is_plain))
         if len(token_ids) + max_tokens > self._context:
             raise UserError(

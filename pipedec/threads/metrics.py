@@ -42,10 +42,6 @@ class ThreadMetrics:
     max_cached_tokens: int
     max_cached_tokens_flat: int
 
-    def theoretical_speedup(self, baseline_tokens: int) -> float:
-        """The speedup over a sequential answer to the same prompt: its number of tokens / longest chain (PASTA §5.1)."""
-        return baseline_tokens / self.longest_chain if self.longest_chain else 0.0
-
 
 def measure(sequence: Sequence) -> ThreadMetrics:
     """The metrics of the tokens generated so far."""

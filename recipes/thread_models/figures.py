@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
-from pipedec.threads import Sequence, measure
+from pipedec.threads import Sequence, ThreadMetrics, measure
 from pipedec.train.continuations import continued
 from recipes.thread_models.answers import AnswerSource, ModelAnswers, SeededPrompt
 from recipes.thread_models.learning import ThreadLoss, batches, held_out_loss, learned_logits
@@ -47,7 +47,7 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
     ``circles`` the share of those that ran in circles to the token limit.
     """
     measured = [measure(sequence) for sequence in sequences]
-    speedups = [metrics.theoretical_speedup(tokens) for metrics, tokens in zip(measured, baseline_tokens, strict=True)]
+    speedups = [theoretical_speedup(metrics, tokens) for metrics, tokens in zip(measured, baseline_tokens, strict=True)]
     return {
         "answers": len(sequences),
         "forked": _mean(metrics.threads >= 2 for metrics in measured),
@@ -58,6 +58,11 @@ def thread_figures(sequences: list[Sequence], baseline_tokens: list[int]) -> dic
         "circles": _mean(in_circles(sequence) for sequence in sequences),
         "anomalies": dict(sum((Counter(sequence.anomalies) for sequence in sequences), Counter())),
     }
+
+
+def theoretical_speedup(metrics: ThreadMetrics, baseline_tokens: int) -> float:
+    """The speedup over a sequential answer to the same prompt: its number of tokens / longest chain (PASTA §5.1)."""
+    return baseline_tokens / metrics.longest_chain if metrics.longest_chain else 0.0
 
 
 def geometric_mean(values: Iterable[float]) -> float:

@@ -24,7 +24,7 @@ from pipedec.threads import Sequence, measure
 from pipedec.train.run import check_identity
 from recipes.thread_models.answers import AnswerSource, SeededPrompt
 from recipes.thread_models.chat_endpoint import ChatEndpoint
-from recipes.thread_models.figures import text_of
+from recipes.thread_models.figures import text_of, theoretical_speedup
 from recipes.thread_models.learning import PaddedRows, answer_log_probs
 from recipes.thread_models.records import drop_unfinished_line
 from recipes.thread_models.rows import RowWriter, TokenizedSample, TrainingRow, causal_row, tree_row
@@ -256,7 +256,7 @@ def score(
         measured = [measure(sequence) for sequence in sequences]
         return {
             "ended": ended,
-            "speedup": [round(metrics.theoretical_speedup(len(task.baseline_ids)), 5) for metrics in measured],
+            "speedup": [round(theoretical_speedup(metrics, len(task.baseline_ids)), 5) for metrics in measured],
             "parallelism": [round(metrics.parallelism, 5) for metrics in measured],
             "quality": [round(next(qualities), 5) if is_rated else 0.0 for is_rated in ended],
         }

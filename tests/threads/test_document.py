@@ -6,6 +6,7 @@ import pytest
 from support.toy_dialects import IDS, ids, say, sequence_of, texts, toy
 
 from pipedec.threads import DocumentToken, ReorderBuffer, Sequence, ThreadMetrics, measure, replay
+from recipes.thread_models.figures import theoretical_speedup
 
 
 def taken(reader: ReorderBuffer) -> str:
@@ -97,10 +98,10 @@ def test_in_the_metrics_pasta_joins_lie_on_the_chain() -> None:
     assert metrics.longest_chain == 14
     assert metrics.parallelism == 9 / 14
     assert metrics.max_cached_tokens == 8 + 9 + 3 + 2, "before the end token everything"
-    assert metrics.theoretical_speedup(baseline_tokens=28) == 2.0
+    assert theoretical_speedup(metrics, 28) == 2.0
 
 
 def test_the_metrics_of_nothing() -> None:
     metrics = measure(sequence_of(toy("apar"), prompt_length=3))
     assert (metrics.threads, metrics.tokens, metrics.parallelism, metrics.max_cached_tokens) == (1, 0, 0.0, 3)
-    assert metrics.theoretical_speedup(5) == 0.0
+    assert theoretical_speedup(metrics, 5) == 0.0
