@@ -242,7 +242,7 @@ class SkeletonOfThought(Style):
 
     def prompt(self, prompter: Prompter, request: PromptRequest) -> tuple[int, ...]:
         """The prompt that asks for the skeleton."""
-        return self._tokenized(prompter, request, SKELETON_PROMPT.format(question=_question(request)), SKELETON_BEGUN)
+        return begun_prompt(prompter, request, SKELETON_PROMPT.format(question=_question(request)), SKELETON_BEGUN)
 
     def answer(self, pipeline: LocalPipeline, prompter: Prompter, request: PromptRequest) -> Row:
         exchange = DecodeRounds(pipeline, prompter, request)
@@ -262,7 +262,7 @@ class SkeletonOfThought(Style):
         try:
             for point in points:
                 asked = POINT_PROMPT.format(question=question, skeleton=text.rstrip(), number=point.number)
-                prompts.append(self._tokenized(prompter, request, asked, point.begun))
+                prompts.append(begun_prompt(prompter, request, asked, point.begun))
         except UserError:
             points, prompts = (), []
             anomalies[NO_ROOM] += 1
@@ -276,11 +276,13 @@ class SkeletonOfThought(Style):
             written.document, reasons[0] if reasons else "stop", metrics.text_tokens - min(given, sum(begun)), metrics, +anomalies
         )  # fmt: skip
 
-    def _tokenized(self, prompter: Prompter, request: PromptRequest, prompt: str, begun: str) -> tuple[int, ...]:
-        is_plain, said = request.raw or not prompter.tokenizer.has_chat_template, [{"role": "user", "content": prompt}]
-        text = f"{prompt}\n{begun}" if is_plain else prompter.tokenizer.render_chat(said) + begun
-        token_ids = tuple(prompter.tokenizer.encode(text, add_special_tokens=is_plain))
-        return prompter.token_ids(token_ids, request.raw, request.sampling.max_tokens)
+
+def begun_prompt(prompter: Prompter, request: PromptRequest, prompt: str, begun: str) -> tuple[int, ...]:
+    """The token ids of a prompt and of the beginning of its answer: without a template a line of its own."""
+    is_plain, said = request.raw or not prompter.tokenizer.has_chat_template, [{"role": "user", "content": prompt}]
+    text = f"{prompt}\n{begun}" if is_plain else prompter.tokenizer.render_chat(said) + begun
+    token_ids = tuple(prompter.tokenizer.encode(text, add_special_tokens=is_plain))
+    return prompter.token_ids(token_ids, request.raw, request.sampling.max_tokens)
 
 
 def _question(request: PromptRequest) -> str:

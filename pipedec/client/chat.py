@@ -11,7 +11,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -185,7 +185,10 @@ class HttpPartner:
             with self._http.stream(method, f"{self._url}/{path}", **body) as response:
                 if response.status_code >= 400:
                     response.read()
-                    raise UserError(f"{self._url} answers {response.status_code}: {_message(_error(response.text))}")
+                    said: Any = response.text
+                    with suppress(ValueError, RecursionError):
+                        said = json.loads(said)
+                    raise UserError(f"{self._url} answers {response.status_code}: {_message(said)}")
                 yield response
         except (httpx2.HTTPError, UnicodeError) as error:  # or the host's name, or a text of the request, is none
             through = f" through the proxy in {self._proxy}" if self._proxy else ""
@@ -261,14 +264,6 @@ def _proxy_variable(url: httpx2.URL) -> str | None:
     if is_here or proxy_bypass(url.host):
         return None
     return next((name for scheme in (url.scheme, "all") for name in named_proxies() if name.lower() == f"{scheme}_proxy"), None)
-
-
-def _error(text: str) -> Any:
-    """The content of an error response: its JSON, else its text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _message(error: Any) -> str:

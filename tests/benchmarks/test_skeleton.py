@@ -25,6 +25,7 @@ from benchmarks.skeleton import (
     Point,
     SkeletonConfig,
     SkeletonOfThought,
+    begun_prompt,
     read_skeleton,
     skeleton,
 )
@@ -162,6 +163,14 @@ def test_asks_for_a_skeleton_and_then_for_each_point(prompter: Prompter) -> None
     assert metrics.text_tokens == count(prompter, "1. One") + count(prompter, "2. Two") + sum(texts)
     assert metrics.longest_chain == skeleton + 1 + max(texts) + 1
     assert metrics.parallelism == metrics.text_tokens / metrics.longest_chain
+
+
+def test_an_answer_that_has_begun_follows_the_template_or_is_a_line_of_its_own(prompter: Prompter) -> None:
+    asked, encode = PromptRequest(""), prompter.tokenizer.encode
+    chat = prompter.token_ids("How many?", raw=False, max_tokens=1)
+    assert begun_prompt(prompter, asked, "How many?", "1. One") == (*chat, *encode("1. One", add_special_tokens=False))
+    raw = begun_prompt(prompter, structs.replace(asked, raw=True), "How many?", "1. One")
+    assert list(raw) == encode("How many?\n1. One")
 
 
 def test_every_request_gets_the_targets_answer(list_writers: PipelineSpec, sampling: SamplingParams) -> None:

@@ -70,10 +70,6 @@ def test_the_chat_template_wraps_the_prompt_unless_it_is_raw(prompter: Prompter,
     assert prompter.token_ids((5, 0, 5), raw=False, max_tokens=1) == (5, 0, 5), "token ids are taken as they are"
     shutil.copy(tokenizer_files / "tokenizer.json", tmp_path)
     assert Prompter(tmp_path, CONTEXT).token_ids("How many?", raw=False, max_tokens=1) == raw, "without a template"
-    begun = prompter.tokenizer.encode("1. One")
-    assert prompter.token_ids("How many?", raw=False, max_tokens=1, begun="1. One") == (*chat, *begun)
-    continued = prompter.token_ids("How many?", raw=True, max_tokens=1, begun="1. One")
-    assert list(continued) == prompter.tokenizer.encode("How many?\n1. One")
 
 
 @pytest.mark.parametrize(
