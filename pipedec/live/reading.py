@@ -21,7 +21,7 @@ _REMEMBERED = 200  # tokens that the hit rate covers
 
 
 class GoingOn:
-    """What frames have shown: the run and, by number, the ``open`` frames of its requests, with their answers so far."""
+    """The run that frames have shown and, by number, the ``open`` frames of its requests, with their answers so far."""
 
     def __init__(self) -> None:
         self._run: Frame | None = None
