@@ -285,7 +285,9 @@ class OnReplay:
         for turn in range(max(map(len, conversations), default=0)):
             prompts = [says[turn] for says in conversations]
             if turn > 0:
-                bos = None if prompts[0].prompt_set == RANDOM else self.prompter.tokenizer.bos_token_id
+                tokenizer = self.prompter.tokenizer
+                begins = tokenizer.special_tokens.get("bos_token", "")
+                bos = None if prompts[0].prompt_set == RANDOM else tokenizer.token_id(begins)
                 prompts = [continued(*before[-1], says, bos) for before, says in zip(asked, prompts, strict=True)]
             self._record(prompts)
             for before, prompt in zip(asked, prompts, strict=True):

@@ -183,12 +183,11 @@ def _verifier() -> Callable[[StructuredOutputs], None]:
     if len(sys.argv) == 1:
         return check
     directory = Path(sys.argv[1])
+    known: tuple[tuple[int, ...], int | None] = (), None  # the tokenizer may not be beside the model
     try:
-        try:
-            ends, vocab_size = end_token_ids(directory), model_config(directory).vocab_size
-        except UserError:
-            ends, vocab_size = (), None  # the tokenizer is not beside the model
-        return Vocabulary(load_tokenizer(directory), ends, vocab_size).check
+        with suppress(UserError):
+            known = end_token_ids(directory), model_config(directory).vocab_size
+        return Vocabulary(load_tokenizer(directory), *known).check
     except UserError as error:
         message = str(error)
 

@@ -72,12 +72,9 @@ class Tokenizer:
         return max(map(len, self.vocabulary))
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._id_of("bos_token")
-
-    @property
     def eos_token_id(self) -> int | None:
-        return self._id_of("eos_token")
+        name = self.special_tokens.get("eos_token")
+        return None if name is None else self.token_id(name)
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
@@ -200,10 +197,6 @@ class Tokenizer:
         printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
         others = [byte for byte in range(256) if byte not in printable]
         return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-    def _id_of(self, named: str) -> int | None:
-        name = self.special_tokens.get(named)
-        return None if name is None else self._backend.token_to_id(name)
 
     def _add_tokens(self, config: Mapping[str, Any]) -> None:
         """Add the tokens that only the configuration has, in the order of their ids; those that it names are special."""
