@@ -3,6 +3,27 @@
 Made on rank 0 from the records of the decode loop, and only while there is a watcher. It does not know where the frames go. The
 rows in flight are copied from the trees that every stage keeps, but with numbers that stay: stages renumber the rows of a tree
 after every verdict.
+
+Frames, version 1. Every frame has ``k``, its kind, and ``run``, the name of its source. All but ``gap`` have ``us``, the time
+in microseconds. Viewers skip kinds and fields that they do not know. ``t`` is a timestep of the run and ``r`` the number of a
+request, whose rows are numbered from 0.
+
+- ``run``: ``v``, ``epoch``, ``stages``, ``groups``, ``target``, ``draft``, ``method``, ``emulated``. The first frame of a
+  source, sent again with every epoch, when all rows in flight are void.
+- ``open``: ``t``, ``r``, ``method``, ``prompt``, ``prompt_tokens``, ``cached``, ``said``. A request begins, or was already
+  running when the viewer came; ``said`` is its answer so far.
+- ``step``: ``t``, ``ms``, ``in``, ``out``. One timestep. ``in`` is what enters the first stage, for each request: ``r``,
+  ``chunk`` (number of rows of the prompt) and ``rows``, each ``[id, id of the parent or -1, token id, text, chance or null]``,
+  followed by the thread in answers with decode threads. What enters at timestep T is computed by stage group g at T + g.
+  ``out`` is the verdicts: ``r``, ``tokens`` (each ``[token id, text, id of its row or null]``), ``text``, ``hit``, ``late``
+  (accepted tokens that had been proposed but had not entered), ``pruned`` (ids of rows in flight that are void now) and ``end``
+  (why the answer ended, or null).
+- ``close``: ``t``, ``r``, ``reason``, ``metrics``. A request has ended, or is paused.
+
+Two kinds come from readers (``pipedec.live``). ``stats``, about once a second: ``running``, ``waiting``, ``kv``,
+``tokens_per_s``, ``ttft_ms``, ``tpot_ms``, ``acceptance``, ``hit_rate``, ``epoch``, ``recovering``, ``recoveries``. ``gap``:
+``dropped``, how many frames or batches are missing. Rows in flight are unknown after it, and ``open`` frames of what runs
+follow.
 """
 
 from __future__ import annotations

@@ -220,7 +220,9 @@ def test_choices_become_rows_by_name() -> None:
     tree.plant(10)
     tree.add([0], [line_of([(11, 0.5), (12, 0.3), (13, 0.1)])])
     assert tree.choices_below(0) == pytest.approx([math.log(0.5), math.log(0.3), math.log(0.1)])
-    assert [tree.add_best_below(0), tree.add_best_below(0)] == [[1], [2]] and tree.choices_below(0) == pytest.approx([math.log(0.1)])
+    assert [tree.add_best_below(0), tree.add_best_below(0)] == [[1], [2]] and tree.choices_below(0) == pytest.approx(
+        [math.log(0.1)]
+    )
     tree.add([2], [line_of([(14, 0.8), (15, 0.1)])])
     assert tree.choices_below(2) == pytest.approx([math.log(0.24), math.log(0.03)])
     assert tree.add_best_below(2) == [3]
