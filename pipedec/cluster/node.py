@@ -22,6 +22,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from msgspec import to_builtins
+
 from pipedec import __version__
 from pipedec.cluster.network import installed_version, interface_address, routed_address
 from pipedec.cluster.processes import RankProcesses, start_fork_server
@@ -248,7 +250,7 @@ class Node:
                 self._say("reached", unreachable=unreachable(order["places"]))
             case "measure":
                 assert self._doctor is not None
-                self._say("measured", link=asdict(self._doctor.measure(**order)))
+                self._say("measured", link=to_builtins(self._doctor.measure(**order)))
 
 
 def own_address(towards: list[str], interface: str | None) -> str | None:

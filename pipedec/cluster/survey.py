@@ -13,11 +13,13 @@ from dataclasses import asdict, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from msgspec import convert
+
 from pipedec import __version__
 from pipedec.cluster.doctor.comparison import HostAnswer
 from pipedec.cluster.doctor.findings import Finding, note, problem
 from pipedec.cluster.doctor.host import HostReport, Questions
-from pipedec.cluster.doctor.links import MEASURE_SECONDS, MeasuredLink
+from pipedec.cluster.doctor.links import MEASURE_SECONDS, Measured
 from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
@@ -58,49 +60,41 @@ class Survey:
     def __exit__(self, *error: object) -> None:
         end_links(self._links.values(), END_SECONDS)
 
-    def answers(self) -> dict[str, HostAnswer]:
-        """The answer of every host, by name; for a host that does not answer in time, a failure."""
+    def answers(self) -> dict[str, HostAnswer | Finding]:
+        """The answer of every host, by name; for a host that does not answer in time, the problem."""
         for host, questions in questions_for(self._config, self._needs).items():
             environment = {**self._config.launch.environment, **self._config.server(host).environment}
             self._links[host].order("examine", questions=asdict(questions), environment=environment)
-        answers = {}
-        for host, news in self._collect("examined", self._links, ANSWER_SECONDS).items():
-            if isinstance(news, Finding):
-                answers[host] = HostAnswer(failure=news)
-                continue
-            try:
-                report = validated(HostReport, news["report"])
-                answers[host] = HostAnswer(report, clock_offset_us=report.time_us - news["received_us"])
-            except UserError as error:
-                odd = problem("pipedec", f"an odd report ({error})", f"install pipedec {__version__} there again")
-                answers[host] = HostAnswer(failure=odd)
-        reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
+        found = self._collect("examined", self._links, ANSWER_SECONDS)
+        answers = {host: news if isinstance(news, Finding) else _examined(news) for host, news in found.items()}
+        answered = {host: answer for host, answer in answers.items() if isinstance(answer, HostAnswer)}
+        reports = {host: answer.report for host, answer in answered.items()}
         places = {host: (one.address, one.port) for host, one in reports.items() if one.address and one.port}
         for host in reports:
             self._links[host].order("reach", places={other: place for other, place in places.items() if other != host})
         for host, news in self._collect("reached", reports, ANSWER_SECONDS).items():
             if isinstance(news, Finding):
-                answers[host] = HostAnswer(failure=news)
+                answers[host] = news
             else:
-                answers[host] = replace(answers[host], unreachable=news["unreachable"])
-        return {host: self._measured(host, answer, places) for host, answer in answers.items()}
+                answers[host] = self._measured(host, replace(answered[host], unreachable=news["unreachable"]), places)
+        return answers
 
     def _measured(self, host: str, answer: HostAnswer, places: Mapping[str, tuple[str, int]]) -> HostAnswer:
         """Add the links from this host to those to which its ranks send."""
-        if answer.report is None or (needs := self._needs.get(host)) is None or not needs.ranks:
+        if (needs := self._needs.get(host)) is None or not needs.ranks:
             return answer
         lost = {target: "no answer from it" for target in needs.targets if target not in places} | dict(answer.unreachable)
-        links = {}
+        links: dict[str, Measured] = {}
         for target in needs.targets:
             if target in lost or host not in places:
-                links[target] = MeasuredLink(error=lost.get(target, "no port could be opened"))
+                links[target] = lost.get(target, "no port could be opened")
                 continue
             self._measurements += 1
             for rank, end in enumerate((host, target)):
                 address, port = places[host]
                 self._links[end].order("measure", rank=rank, address=address, port=port, number=self._measurements)
             news = self._collect("measured", [host, target], ANSWER_OF_LINKS_SECONDS)[host]
-            links[target] = MeasuredLink(error=news.value) if isinstance(news, Finding) else validated(MeasuredLink, news["link"])
+            links[target] = news.value if isinstance(news, Finding) else convert(news["link"], Measured)
         return replace(answer, links=links)
 
     def _collect(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any] | Finding]:
@@ -128,6 +122,14 @@ class Survey:
                 case {"news": found_kind} if found_kind == kind:
                     found[host] = news | {"received_us": time.time_ns() // 1000}
         return {host: found[host] for host in hosts}
+
+
+def _examined(news: Mapping[str, Any]) -> HostAnswer | Finding:
+    try:
+        report = validated(HostReport, news["report"])
+    except UserError as error:
+        return problem("pipedec", f"an odd report ({error})", f"install pipedec {__version__} there again")
+    return HostAnswer(report, clock_offset_us=report.time_us - news["received_us"])
 
 
 def planned_needs(config: ClusterConfig, partition: str | None) -> tuple[dict[str, HostNeeds], Finding | None]:

@@ -27,13 +27,14 @@ from pipedec.cluster.doctor.comparison import HostAnswer, compare
 from pipedec.cluster.doctor.findings import Finding, problem
 from pipedec.cluster.doctor.gpus import Gpu, GpuFacts, gpu_facts, gpu_findings
 from pipedec.cluster.doctor.host import DESCRIPTION, HostDoctor, HostReport, Questions, checkpoint
-from pipedec.cluster.doctor.links import MeasuredLink, link_findings
+from pipedec.cluster.doctor.links import Measured, link_findings
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, GpuNeed, HostNeeds, host_needs
 from pipedec.cluster.survey import planned_needs, questions_for
 from pipedec.config import ClusterConfig, ServerConfig, paper_cluster
 from pipedec.config.cluster import NetworkConfig, PairConfig
 from pipedec.core.errors import UserError
 from pipedec.families import KNOWN_MODELS
+from pipedec.messages.run import LinkSpeed
 from pipedec.plan.partition import plan
 from pipedec.scheduler import EmbeddedRedis
 from pipedec.validation import parse_json, validated
@@ -365,9 +366,9 @@ def cluster(**servers: ServerConfig) -> ClusterConfig:
     return clustered(servers.values(), {"p": {"stages": 2}}, target="/models/a")
 
 
-def compared(beta: HostReport, **answer: Any) -> dict[str, dict[str, Finding]]:
+def compared(beta: HostReport | Finding, **answer: Any) -> dict[str, dict[str, Finding]]:
     """Two hosts of two RTX 3090, the first of which is well; ``answer`` is about beta."""
-    answers = {"alpha": HostAnswer(REPORT), "beta": replace(HostAnswer(beta), **answer)}
+    answers = {"alpha": HostAnswer(REPORT), "beta": beta if isinstance(beta, Finding) else HostAnswer(beta, **answer)}
     config = cluster(**{host: ServerConfig(host, {"rtx3090": 2}) for host in answers})
     return {host: dict(findings) for host, findings in compare(config, answers).items()}
 
@@ -413,7 +414,7 @@ def test_clocks_firewalls_and_silence() -> None:
     check(table["beta"]["clock"], "note", "-3.0 s NTP")
     check(table["beta"]["other hosts"], "problem", "open all TCP ports of alpha")
     silent = problem("ssh", "no answer", "look at the host")
-    assert compared(REPORT, report=None, failure=silent)["beta"] == {"ssh": silent}
+    assert compared(silent)["beta"] == {"ssh": silent}
 
 
 @pytest.mark.slow
@@ -464,6 +465,10 @@ def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> 
 GIVEN = {host: NetworkConfig(latency_us=50, bandwidth_gbps=10).link("alpha", host) for host in ("beta", "gamma")}
 
 
+def speed(gbps: float, latency_us: float) -> LinkSpeed:
+    return LinkSpeed(1e-6 * latency_us, 1.25e8 * gbps)
+
+
 def test_loopback_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """From both ends at once, again and again; a peer that only tries whether it can connect does no harm."""
     monkeypatch.setattr(on_host, "own_address", lambda questions: "127.0.0.1")
@@ -476,43 +481,43 @@ def test_loopback_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
             calls = [both.submit(doctor.measure, rank, "127.0.0.1", port, number) for rank, doctor in enumerate((first, second))]
             for call in calls:
                 link = call.result(60)
-                assert link.error is None and link.gbps > 0 and 0 < link.latency_us < 1e6
+                assert isinstance(link, LinkSpeed) and link.bytes_per_second > 0 and 0 < link.latency_seconds < 1
 
 
 def test_a_host_that_does_not_answer_is_not_measured() -> None:
     doctor = HostDoctor()
     doctor.examine(Questions(starts_redis=False))
-    assert "does not answer at 127.0.0.1, port 9" in str(doctor.measure(1, "127.0.0.1", 9, 1).error)
+    assert "does not answer at 127.0.0.1, port 9" in str(doctor.measure(1, "127.0.0.1", 9, 1))
 
 
 @pytest.mark.parametrize(
     ("link", "negotiated", "words"),
     [
-        (MeasuredLink(9.4, 45), "", None),
-        (MeasuredLink(8.1, 199), "", None),
-        (MeasuredLink(39, 5), "", None),
-        (MeasuredLink(0.94, 45), "", "0.94 Gbit/s given as 10 Gbit/s: bandwidth_gbps: 0.94 what else uses"),
-        (MeasuredLink(0.94, 45), "eth0 has negotiated 1 Gbit/s", "Gbit/s, and eth0 has negotiated 1 Gbit/s: cable"),
-        (MeasuredLink(9.4, 700), "", "given as 50 µs latency_us: 700"),
-        (MeasuredLink(9.4, 40_123.4), "", "40.1 ms several timesteps latency_us: 40123"),
-        (MeasuredLink(error="connection refused"), "", "connection refused run the doctor again"),
+        (speed(9.4, 45), "", None),
+        (speed(8.1, 199), "", None),
+        (speed(39, 5), "", None),
+        (speed(0.94, 45), "", "0.94 Gbit/s given as 10 Gbit/s: bandwidth_gbps: 0.94 what else uses"),
+        (speed(0.94, 45), "eth0 has negotiated 1 Gbit/s", "Gbit/s, and eth0 has negotiated 1 Gbit/s: cable"),
+        (speed(9.4, 700), "", "given as 50 µs latency_us: 700"),
+        (speed(9.4, 40_123.4), "", "40.1 ms several timesteps latency_us: 40123"),
+        ("connection refused", "", "connection refused run the doctor again"),
     ],
 )
-def test_what_a_measurement_means(link: MeasuredLink, negotiated: str, words: str | None) -> None:
+def test_what_a_measurement_means(link: Measured, negotiated: str, words: str | None) -> None:
     (finding,) = link_findings(GIVEN, {"beta": link}, negotiated)
     check(finding, "note" if words else "ok", f"to beta: {words or ''}")
 
 
 def test_the_slowest_link_counts_and_hosts_without_links_have_no_row() -> None:
-    (finding,) = link_findings(GIVEN, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(4.7, 45)})
+    (finding,) = link_findings(GIVEN, {"beta": speed(9.4, 45), "gamma": speed(4.7, 45)})
     assert finding.value == "to beta: 9.4 Gbit/s, 45 µs; to gamma: 4.7 Gbit/s, 45 µs" and "bandwidth_gbps: 4.7" in str(
         finding.mend
     )
     slow = NetworkConfig(links=(PairConfig(("gamma", "alpha"), 700, 0.1),))
     given = {host: slow.link("alpha", host) for host in GIVEN}
-    (finding,) = link_findings(given, {"beta": MeasuredLink(9.4, 45), "gamma": MeasuredLink(0.094, 800)})
+    (finding,) = link_findings(given, {"beta": speed(9.4, 45), "gamma": speed(0.094, 800)})
     assert finding.level == "ok", "this pair is given as slow"
-    (finding,) = link_findings(given, {"beta": MeasuredLink(0.094, 45), "gamma": MeasuredLink(0.094, 9000)})
+    (finding,) = link_findings(given, {"beta": speed(0.094, 45), "gamma": speed(0.094, 9000)})
     assert finding.mend is not None and "is given as 10 Gbit/s" in finding.mend and "is given as 700 µs" in finding.mend
     (finding,) = link_findings(GIVEN, {})
     assert finding.level == "ok" and "not measured" in finding.value
@@ -521,9 +526,9 @@ def test_the_slowest_link_counts_and_hosts_without_links_have_no_row() -> None:
 
 @pytest.mark.parametrize("starts_slowly", [True, False])
 def test_slow_starts_after_pauses_matter_on_long_links_only(starts_slowly: bool) -> None:
-    (near,) = link_findings(GIVEN, {"beta": MeasuredLink(9.4, 45)}, starts_slowly=starts_slowly)
+    (near,) = link_findings(GIVEN, {"beta": speed(9.4, 45)}, starts_slowly=starts_slowly)
     long = {"beta": replace(GIVEN["beta"], latency_us=40_000)}
-    (far,) = link_findings(long, {"beta": MeasuredLink(9.4, 40_000)}, starts_slowly=starts_slowly)
+    (far,) = link_findings(long, {"beta": speed(9.4, 40_000)}, starts_slowly=starts_slowly)
     assert near.mend is None and "in flight" not in near.value
     assert ("tcp_slow_start_after_idle=0" in str(far.mend), far.level) == ((True, "note") if starts_slowly else (False, "ok"))
 

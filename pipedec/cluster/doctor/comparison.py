@@ -12,7 +12,7 @@ from statistics import mode
 from pipedec.cluster.doctor.findings import Finding, Level, note, ok, problem
 from pipedec.cluster.doctor.gpus import TORCH_INDEX, gpu_list
 from pipedec.cluster.doctor.host import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
-from pipedec.cluster.doctor.links import MeasuredLink, link_findings
+from pipedec.cluster.doctor.links import Measured, link_findings
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
@@ -29,42 +29,44 @@ AGREE: Mapping[str, tuple[Level, str | None]] = {
 class HostAnswer:
     """The answers of one host."""
 
-    report: HostReport | None = None  # None if the host did not answer
-    failure: Finding | None = None  # why it did not; else None
+    report: HostReport
     clock_offset_us: int = 0  # the host's clock minus this machine's, plus the delay of ssh
     unreachable: Mapping[str, str] = field(default_factory=dict)  # why it cannot connect to other hosts, by their names
-    links: Mapping[str, MeasuredLink] | None = None  # measured, to the hosts to which its ranks send; None without ranks
+    links: Mapping[str, Measured] | None = None  # measured, to the hosts to which its ranks send; None without ranks
 
 
 def compare(
-    config: ClusterConfig, answers: Mapping[str, HostAnswer], unplanned: Finding | None = None
+    config: ClusterConfig, answers: Mapping[str, HostAnswer | Finding], unplanned: Finding | None = None
 ) -> dict[str, dict[str, Finding]]:
-    """All findings of every host by name, in the order of the table. A finding from the comparison replaces the host's own of the
-    same name, unless that is a problem already. ``unplanned`` (see ``Survey``) goes to the first host's column.
+    """All findings of every host by name, in the order of the table; a host without an answer has the finding why. A finding from
+    the comparison replaces the host's own of the same name, unless that is a problem already. ``unplanned`` (see ``Survey``) goes
+    to the first host's column.
     """
-    reports = {host: answer.report for host, answer in answers.items() if answer.report is not None}
+    answered = {host: answer for host, answer in answers.items() if isinstance(answer, HostAnswer)}
+    reports = {host: answer.report for host, answer in answered.items()}
     table = {}
     for host, answer in answers.items():
-        own = [ok("ssh", "answers"), *answer.report.findings] if answer.report is not None else [answer.failure]
-        table[host] = {finding.name: finding for finding in own if finding is not None}
+        own = [answer] if isinstance(answer, Finding) else [ok("ssh", "answers"), *answer.report.findings]
+        table[host] = {finding.name: finding for finding in own}
     for host, report in reports.items():
-        offset_us = answers[host].clock_offset_us
+        answer = answered[host]
+        offset_us = answer.clock_offset_us
         clock = ok("clock", f"{round(offset_us / 1e6, 1) + 0.0:+.1f} s")
         if abs(offset_us) > LARGEST_OFFSET_US:
             clock = note("clock", clock.value, "set the clocks of all hosts by NTP")
         others = [ok("other hosts", f"{len(reports) - 1} can be connected to")] if len(reports) > 1 else []
-        if unreachable := answers[host].unreachable:
+        if unreachable := answer.unreachable:
             reasons = "; ".join(f"{other}: {reason}" for other, reason in unreachable.items())
             mend = f"open all TCP ports of {', '.join(unreachable)} to this host, or set interface: to a network that joins them"
             others = [problem("other hosts", reasons, mend)]
-        planned = {target: config.network.link(host, target) for target in answers[host].links or ()}
+        planned = {target: config.network.link(host, target) for target in answer.links or ()}
         for finding in (
             *_versions(report, reports),
             *_checkpoints(report, reports),
             clock,
             _devices(config.server(host), report),
             *others,
-            *link_findings(planned, answers[host].links, report.negotiated, report.starts_slowly),
+            *link_findings(planned, answer.links, report.negotiated, report.starts_slowly),
         ):
             if (known := table[host].get(finding.name)) is None or known.level != "problem":
                 table[host][finding.name] = finding

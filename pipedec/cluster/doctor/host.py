@@ -31,7 +31,7 @@ from pipedec.checkpoints import (
 )
 from pipedec.cluster.doctor.findings import Finding, first_line, gb, gib, note, ok, problem
 from pipedec.cluster.doctor.gpus import Gpu, gpu_facts, gpu_findings
-from pipedec.cluster.doctor.links import MeasuredLink, measure
+from pipedec.cluster.doctor.links import Measured, measure
 from pipedec.cluster.doctor.needs import HostNeeds
 from pipedec.cluster.network import (
     addresses_of,
@@ -124,7 +124,10 @@ class HostDoctor:
         address = own_address(questions)
         interface = self._interface = (interface_of(address) or "") if address else ""
         if address and questions.peers and versions["torch"]:
-            self._open(address)
+            from pipedec.transport.rendezvous import StoreServer
+
+            with suppress(PipedecError):  # the system refuses
+                self._server = StoreServer(address)
         parts = [(CheckpointPart("target", model, is_whole=True), None) for model in questions.checkpoints]
         models = [*parts, *(needs.parts() if needs else ())]
         looked_at = {now.model: checkpoint(now, later) for now, later in models}
@@ -152,13 +155,7 @@ class HostDoctor:
             checkpoints={model: digests for model, (_, digests) in looked_at.items() if digests}, time_us=time.time_ns() // 1000,
         )  # fmt: skip
 
-    def _open(self, address: str) -> None:
-        from pipedec.transport.rendezvous import StoreServer
-
-        with suppress(PipedecError):  # the system refuses
-            self._server = StoreServer(address)
-
-    def measure(self, rank: int, address: str, port: int, number: int) -> MeasuredLink:
+    def measure(self, rank: int, address: str, port: int, number: int) -> Measured:
         """See ``links.measure``: with the host that has the store at ``port``, which is this one as rank 0. The ``number`` of the
         measurement is another one each time.
         """
@@ -166,9 +163,9 @@ class HostDoctor:
 
         try:
             store = self._server.store if rank == 0 and self._server is not None else join_store(address, port)
+            return measure(store_of_epoch(store, number), rank, self._interface)
         except PipedecError as error:
-            return MeasuredLink(error=first_line(error))
-        return measure(store_of_epoch(store, number), rank, self._interface)
+            return first_line(error)
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:

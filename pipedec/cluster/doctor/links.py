@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipedec.cluster.doctor.findings import Finding, first_line, note, ok
-from pipedec.core.errors import PipedecError
+from pipedec.cluster.doctor.findings import Finding, note, ok
 from pipedec.hardware import LinkSpec
+from pipedec.messages.run import LinkSpeed
 
 if TYPE_CHECKING:
     from pipedec.transport.rendezvous import Store
@@ -22,18 +21,12 @@ LONG_US = 2000.0  # from this latency on a link is no longer within a site
 _IN_FILE = "in the file, or in its links: for this pair of hosts, so that the plan is right"
 
 
-@dataclass(frozen=True)
-class MeasuredLink:
-    """Either ``error``, or the rate in Gbit/s and the latency of one way in microseconds."""
-
-    gbps: float = 0.0
-    latency_us: float = 0.0
-    error: str | None = None
+Measured = LinkSpeed | str  # or why a link could not be measured
 
 
-def measure(store: Store, rank: int, interface: str) -> MeasuredLink:
+def measure(store: Store, rank: int, interface: str) -> LinkSpeed:
     """Measure the link to the other host, which calls this at the same time with the same ``store`` and the other ``rank``, 0 or
-    1. Takes less than a second, and some seconds over a long link.
+    1. Takes less than a second, and some seconds over a long link. Raises RankLost.
     """
     import torch
 
@@ -44,17 +37,13 @@ def measure(store: Store, rank: int, interface: str) -> MeasuredLink:
     try:
         transport.join(Rendezvous(rank, 2, store, MEASURE_SECONDS, interface))
         speeds = [transport.measured_link() for _ in range(TRIES)]
-    except PipedecError as error:
-        return MeasuredLink(error=first_line(error))
     finally:
         transport.close()
-    return MeasuredLink(
-        8e-9 * max(one.bytes_per_second for one in speeds), 1e6 * min(one.latency_seconds for one in speeds)
-    )  # fmt: skip
+    return LinkSpeed(min(one.latency_seconds for one in speeds), max(one.bytes_per_second for one in speeds))
 
 
 def link_findings(
-    given: Mapping[str, LinkSpec], links: Mapping[str, MeasuredLink] | None, negotiated: str = "", starts_slowly: bool = False
+    given: Mapping[str, LinkSpec], links: Mapping[str, Measured] | None, negotiated: str = "", starts_slowly: bool = False
 ) -> list[Finding]:
     """The row about the ``links`` from a host by target, as they are ``given``; empty if it has no ranks (None).
 
@@ -64,24 +53,25 @@ def link_findings(
     """
     if not links:
         return [] if links is None else [ok("links", "not measured: no rank here sends to another host")]
-    shown = {host: link.error or f"{_rounded(link.gbps)} Gbit/s, {_duration(link.latency_us)}" for host, link in links.items()}
-    value = "; ".join(f"to {host}: {text}" for host, text in shown.items())
-    done = {host: link for host, link in links.items() if link.error is None}
+    gbps = {host: 8e-9 * link.bytes_per_second for host, link in links.items() if isinstance(link, LinkSpeed)}
+    latency_us = {host: 1e6 * link.latency_seconds for host, link in links.items() if isinstance(link, LinkSpeed)}
+    speeds = {host: f"{_rounded(rate)} Gbit/s, {_duration(latency_us[host])}" for host, rate in gbps.items()}
+    value = "; ".join(f"to {host}: {speeds.get(host, link)}" for host, link in links.items())
     mends = []
-    if len(done) < len(links):
+    if len(gbps) < len(links):
         mends.append("run the doctor again, and see that nothing between the hosts limits connections")
-    rates = [(link.gbps, 8 * given[host].gb_per_s) for host, link in done.items()]
+    rates = [(measured, 8 * given[host].gb_per_s) for host, measured in gbps.items()]
     if slow := [(measured, wanted) for measured, wanted in rates if measured < SLOWEST_SHARE * wanted]:
         slowest, wanted = min(slow)
         mends.append(
             f"bandwidth is given as {wanted:g} Gbit/s{negotiated and f', and {negotiated}'}: see cable, switch and what else "
             f"uses the link, choose another interface:, or set network: bandwidth_gbps: {_rounded(slowest)} {_IN_FILE}"
         )
-    if any(link.latency_us > LONG_US for link in done.values()):
+    if any(latency > LONG_US for latency in latency_us.values()):
         value += "; several timesteps will be in flight"
         if starts_slowly:
             mends.append("sysctl -w net.ipv4.tcp_slow_start_after_idle=0, so that TCP does not start slowly after every pause")
-    latencies = [(link.latency_us, given[host].latency_us) for host, link in done.items()]
+    latencies = [(measured, given[host].latency_us) for host, measured in latency_us.items()]
     if late := [(measured, wanted) for measured, wanted in latencies if measured > SLOWEST_TIMES * wanted + SPARE_US]:
         latest, wanted = max(late)
         mends.append(
