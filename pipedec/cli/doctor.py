@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +54,7 @@ def doctor(
         redis_url = redis_config().connection_url
         with progress.status("Examining this host"):
             report = HostDoctor().examine(Questions(redis_url, starts_redis=redis_url is None))
-        table: Mapping[str, Findings] = {report.host_name: {finding.name: finding for finding in report.findings}}
+        table: Mapping[str, Findings] = {socket.gethostname(): {finding.name: finding for finding in report.findings}}
     else:
         config = load_cluster(cluster)
         with progress.status(f"Examining {len(config.servers)} hosts"), Survey(config, partition) as survey:

@@ -212,7 +212,8 @@ class Meeting:
     def wait_for_all(self) -> list[RankDescription]:
         """For rank 0: wait until every rank can serve, and close the meeting. Raises as ``hold``."""
         loaded = self._gather(LoadedEvent, LOADING_SECONDS)
-        self._scheduler.close_meeting()
+        keys = self._scheduler.keys
+        self._scheduler.ask(calls.close_answer(keys, keys.meeting))
         return [event.description for event in loaded]
 
     def _publish(self, event: Event) -> None:

@@ -52,12 +52,8 @@ def interface_of(address: str) -> str | None:
 
 def interface_address(interface: str) -> str | None:
     """The address of a network interface, IPv4 rather than IPv6; None if there is no such interface or it has none."""
-    entries = psutil.net_if_addrs().get(interface, [])
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in entries:
-            if entry.family == family:
-                return str(entry.address)
-    return None
+    by_family = {entry.family: entry.address for entry in reversed(psutil.net_if_addrs().get(interface, []))}  # the first of each
+    return by_family.get(socket.AF_INET) or by_family.get(socket.AF_INET6)
 
 
 def is_this_host(server: ServerConfig) -> bool | None:

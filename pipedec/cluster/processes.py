@@ -74,11 +74,6 @@ class RankProcesses:
         """Exit statuses of the ranks that have ended; -N means killed by signal N."""
         return {rank: status for rank, process in self._processes.items() if (status := process.exitcode) is not None}
 
-    @property
-    def reporting(self) -> list[int]:
-        """Ranks whose pipe is still open."""
-        return list(self._pipes.values())
-
     def read(self, seconds: float) -> list[tuple[int, Any]]:
         """Wait up to ``seconds`` for reports: one per rank that sent any, None from a rank whose pipe has just ended."""
         reports = []
@@ -105,22 +100,14 @@ class RankProcesses:
         self._close_pipe(rank)
         del self._processes[rank]
 
-    def exit_status(self, rank: int) -> int | None:
-        """The exit status of a rank that is about to end; None if it has not ended after ten seconds."""
-        self._processes[rank].join(_END_SECONDS)
-        return self._processes[rank].exitcode
-
     def kill(self) -> None:
         """Kill the ranks that still run, wait up to ten seconds for their ends, and forget all of them."""
         for process in self._processes.values():
-            if process.exitcode is None:
-                process.kill()
+            process.kill()
         deadline = time.monotonic() + _END_SECONDS
-        for process in self._processes.values():
+        for rank, process in list(self._processes.items()):
             process.join(max(0.0, deadline - time.monotonic()))
-        for rank in self._processes:
-            self._close_pipe(rank)
-        self._processes.clear()
+            self.forget(rank)
 
     def _close_pipe(self, rank: int) -> None:
         for pipe in [pipe for pipe, its_rank in self._pipes.items() if its_rank == rank]:

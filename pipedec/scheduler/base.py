@@ -16,7 +16,7 @@ from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import ActivityReport
 from pipedec.scheduler import calls
 from pipedec.scheduler.calls import Call
-from pipedec.scheduler.client import PATIENCE_SECONDS, lost_run, patiently, translated_errors
+from pipedec.scheduler.client import PATIENCE_SECONDS, lost_run, patiently, server_clock_us, translated_errors
 from pipedec.scheduler.keys import Keys
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.scheduler.scripts import KEY_SECONDS
@@ -108,8 +108,7 @@ class BaseScheduler:
 
     def clock_us(self) -> int:
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
-        seconds, microseconds = self._ask(lambda: self.client.time())
-        return int(seconds) * 1_000_000 + int(microseconds)
+        return self._ask(lambda: server_clock_us(self.client))
 
     def clear(self) -> None:
         """Delete all keys of the run."""

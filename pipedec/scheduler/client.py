@@ -161,6 +161,12 @@ class DedicatedConnection:
         self._client.connection_pool.release(broken)
 
 
+def server_clock_us(client: redis.Redis) -> int:
+    """The server's clock, in µs since the epoch. Raises redis-py's exceptions."""
+    seconds, microseconds = client.time()
+    return int(seconds) * 1_000_000 + int(microseconds)
+
+
 def check_version(address: str, version: str) -> None:
     """Raises SchedulerLost, naming the version, if the server is older than the scripts support."""
     numbers = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])

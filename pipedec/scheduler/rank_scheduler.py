@@ -196,10 +196,6 @@ class RankScheduler(BaseScheduler):
         texts = [[post.number, int(post.ends), *map(to_json, post.events)] for post in posts]
         self._run_script("publish", names, [KEY_SECONDS, json.dumps(texts), "" if stats is None else to_json(stats), self.epoch])
 
-    def close_meeting(self) -> None:
-        """Delete the messages of this epoch's meeting."""
-        self.ask(calls.close_answer(self.keys, self.keys.meeting))
-
     def show(self, frames: Sequence[str]) -> None:
         """For rank 0: add frames, each a JSON object, to the live feed. Only the latest batches are kept, for a short time."""
         self._num_shown += 1

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.device import HOST, Device, DeviceEvent, HostEvent
+from pipedec.device import Device, DeviceEvent, HostEvent
 
 Group = Any  # a process group; torch's stubs have none of its calls
 Work = Any
@@ -60,7 +60,6 @@ class HostLink:
     group: Group
     peer: int
     timeout: timedelta
-    place: torch.device = HOST
 
     def send(self, message: Tensor, tag: int = STEP_TAG) -> HostTransfer:
         """Begin to send ``message``, which must not change until the transfer has ended. Raises RuntimeError if it fails."""

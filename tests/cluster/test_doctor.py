@@ -298,11 +298,6 @@ def test_packages_and_programs_are_looked_for(monkeypatch: pytest.MonkeyPatch, t
     check(on_host.state(), "problem", "PIPEDEC_STATE_DIR")
 
 
-def test_a_problem_without_a_mend_cannot_be_made() -> None:
-    with pytest.raises(ValueError, match="needs a mend"):
-        Finding("torch", "problem", "broken")
-
-
 def test_a_report_survives_json(driver: FakeDriver, pair: Pair) -> None:
     report = HostDoctor().examine(Questions(starts_redis=False, checkpoints=(str(pair.target),)))
     assert parse_json(HostReport, json.dumps(asdict(report))) == report
@@ -357,7 +352,7 @@ VERSIONS = {
 }  # fmt: skip
 MODEL = {DESCRIPTION: "c0ffee", "model.safetensors": "140 f00"}
 REPORT = HostReport(
-    (ok := Finding("torch", "ok", "2.13.0+cu128"), Finding("NCCL", "ok", "2.27.5")), "alpha", "/opt/python", VERSIONS, (GPU, GPU),
+    (ok := Finding("torch", "ok", "2.13.0+cu128"), Finding("NCCL", "ok", "2.27.5")), "/opt/python", VERSIONS, (GPU, GPU),
     "10.0.0.1", 40000, "", False, {"/models/a": MODEL}, 0,
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import wait_until
 
 from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, describe_exit
 from pipedec.cluster.supervisor import Supervisor
@@ -28,7 +29,8 @@ from pipedec.cluster.processes import RankProcesses
 if __name__ == "__main__":
     ranks, before = RankProcesses(), tempfile.gettempdir()
     ranks.start(0, len, "abc", [])  # fails: len takes one argument
-    ranks.exit_status(0)
+    while not ranks.exit_statuses:
+        ranks.read(0.1)
     assert tempfile.gettempdir() == before
     print(multiprocessing.util.get_temp_dir())
     ranks.kill()
@@ -61,20 +63,19 @@ def test_ranks_report_and_end() -> None:
     try:
         for rank in range(2):
             ranks.start(rank, _report_and_end, rank)
-        assert sorted(ranks.pids) == [0, 1] == sorted(ranks.reporting)
+        assert sorted(ranks.pids) == [0, 1]
         reports: list[tuple[int, Any]] = []
-        while ranks.reporting:
+        while len(reports) < 4:
             reports += ranks.read(30.0)
         assert {rank: [report for one, report in reports if one == rank] for rank in range(2)} == {
             0: [("rank", 0), None], 1: [("rank", 1), None],
         }  # fmt: skip
-        assert (ranks.exit_status(0), ranks.exit_status(1)) == (0, 1)
-        assert ranks.exit_statuses == {0: 0, 1: 1}
+        assert wait_until(lambda: ranks.exit_statuses == {0: 0, 1: 1})
         ends = ranks.waitables([1])
         assert len(ends) == 1 and wait(ends, 5.0) == ends  # although its end is known
     finally:
         ranks.kill()
-    assert not ranks.pids and not ranks.reporting and not ranks.exit_statuses
+    assert not ranks.pids and not ranks.exit_statuses and not ranks.waitables([])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,6 @@ def test_ends_in_words(status: int, text: str) -> None:
     assert describe_exit(status) == text
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 150])
 def test_a_long_temporary_directory_is_no_obstacle(tmp_path: Path, length: int) -> None:

@@ -50,7 +50,7 @@ from pipedec.config.environment import usable_cpus
 from pipedec.core.errors import PipedecError
 from pipedec.gguf import model_files
 from pipedec.scheduler import connect
-from pipedec.scheduler.client import address_of, translated_errors
+from pipedec.scheduler.client import address_of, server_clock_us, translated_errors
 from pipedec.scheduler.redis_process import find_server_binary, server_version
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ class HostReport:
     """
 
     findings: tuple[Finding, ...]
-    host_name: str
     python: str
     versions: Mapping[str, str | None]
     gpus: tuple[Gpu, ...]  # that torch can use
@@ -148,7 +147,7 @@ class HostDoctor:
         speeds = psutil.net_if_stats()
         mbps = speeds[interface].speed if interface in speeds else 0
         return HostReport(
-            findings, socket.gethostname(), sys.executable, versions, gpus.usable, address,
+            findings, sys.executable, versions, gpus.usable, address,
             port=self._server.port if self._server else None,
             negotiated=f"{interface} has negotiated {mbps / 1000:g} Gbit/s" if mbps > 0 else "",
             starts_slowly=SLOW_START.is_file() and SLOW_START.read_text().strip() != "0",
@@ -279,11 +278,7 @@ def redis(url: str | None) -> Finding:
         with connect(url) as client, translated_errors(address):
             info: Any = client.info("server")
 
-            def clock_us() -> int:
-                seconds, microseconds = client.time()
-                return int(seconds) * 1_000_000 + int(microseconds)
-
-            offset_us = measured_offset_us(clock_us)
+            offset_us = measured_offset_us(lambda: server_clock_us(client))
     except PipedecError as error:
         mend = f"start Redis at {address} and open its port to this host; its password belongs into PIPEDEC_REDIS_PASSWORD"
         return problem("Redis", str(error), mend)
