@@ -43,17 +43,6 @@ def is_local(server: ServerConfig) -> bool:
     return server.ssh_destination == "localhost"
 
 
-def remote_command(server: ServerConfig, command: list[str], directory: str | None = None) -> list[str]:
-    """The local command line that runs ``command`` on a host, with the streams of the local process. It runs in ``directory``,
-    with the exit status ``NO_DIRECTORY`` if that does not exist, or by default where the host's shell starts.
-    """
-    enter = f"cd {shlex.quote(directory)} || exit {NO_DIRECTORY}; " if directory else ""
-    script = f"{enter}exec {shlex.join(command)}"
-    if is_local(server):
-        return ["sh", "-c", script]
-    return [*ssh_command(server), script]
-
-
 def ssh_command(server: ServerConfig) -> list[str]:
     """The local command line that connects to a host, up to what is to run there."""
     return [*ssh_program(), *(word for option in _OPTIONS for word in ("-o", option)), server.ssh_destination]
@@ -73,8 +62,12 @@ def node_python(server: ServerConfig, launch: LaunchConfig) -> str:
 
 
 def node_command(server: ServerConfig, launch: LaunchConfig) -> list[str]:
-    """The command line that starts the node of a host."""
-    return remote_command(server, [node_python(server, launch), "-m", NODE_MODULE], launch.directory)
+    """The local command line that starts the node of a host, with the streams of the local process. It runs in the directory of
+    ``launch``, with the exit status ``NO_DIRECTORY`` if that does not exist, or by default where the host's shell starts.
+    """
+    enter = f"cd {shlex.quote(launch.directory)} || exit {NO_DIRECTORY}; " if launch.directory else ""
+    script = f"{enter}exec {shlex.join([node_python(server, launch), '-m', NODE_MODULE])}"
+    return ["sh", "-c", script] if is_local(server) else [*ssh_command(server), script]
 
 
 def end_links(links: Iterable[NodeLink], seconds: float) -> None:

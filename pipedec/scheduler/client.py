@@ -52,12 +52,9 @@ _T = TypeVar("_T")
 
 
 def address_of(url: str) -> str:
-    """``host:port`` or the socket's path, without user and password. Raises UserError if ``url`` cannot be parsed."""
-    try:
-        parts = urlsplit(url)
-        return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
-    except ValueError:
-        raise UserError("the Redis address is not a URL like redis://:password@host:6379") from None
+    """``host:port`` or the socket's path, without user and password."""
+    parts = urlsplit(url)
+    return parts.path if parts.scheme == "unix" else f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
 
 
 def connect(url: str) -> redis.Redis:
@@ -65,12 +62,8 @@ def connect(url: str) -> redis.Redis:
 
     Commands are never retried: redis-py by default runs a script a second time when only its reply was lost.
 
-    Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``.
-
-    Raises:
-        SchedulerLost: within 5 seconds, if the server cannot be reached, refuses the password or is older than 6.2.
-        UserError: ``url`` is not such a URL.
+    ``url`` is one of ``RedisConfig``. Raises SchedulerLost within 5 seconds if the server cannot be reached, refuses the password
+    or is older than 6.2.
     """
     _check_server(url)
     return redis.Redis.from_url(url, **options_of(url, REPLY_SECONDS))
@@ -90,8 +83,6 @@ async def async_connect(url: str) -> redis.asyncio.Redis:
 def _check_server(url: str) -> None:
     """Raises as ``connect``."""
     address = address_of(url)
-    if not url.startswith(("redis://", "rediss://", "unix://")):
-        raise UserError(f"the Redis address of {address} must start with redis://, rediss:// or unix://")
     with translated_errors(address), redis.Redis.from_url(url, **options_of(url, CONNECT_SECONDS)) as probe:
         info: Any = probe.info("server")
     check_version(address, str(info.get("valkey_version") or info.get("redis_version", "0")))

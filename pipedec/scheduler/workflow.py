@@ -85,11 +85,6 @@ class Task:
         letter = "V" if self.kind == "V" else _LETTERS[self.name]
         return f"{'all' if self.target < 0 else self.target}{letter}{self.seq}"
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that execute the task: one for compute, sender and receiver for a transfer, none if virtual."""
-        return {"C": (self.target,), "T": (self.source, self.target), "V": ()}[self.kind]
-
 
 @dataclass(frozen=True)
 class Planned:

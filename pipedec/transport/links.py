@@ -30,17 +30,13 @@ _POLL_SECONDS = 20e-6
 class HostTransfer:
     """A message that is being sent or received through host memory."""
 
-    message: Tensor  # uint8; a received one may be read after ``wait`` or ``join``
+    message: Tensor  # uint8; a received one may be read after ``wait``
     work: Work
     timeout: timedelta
 
     def wait(self) -> None:
-        """Wait on the host until the message has left or arrived. Raises RuntimeError if the transfer has failed. Call either
-        this or ``join``, once.
-        """
+        """Wait, once, on the host until the message has left or arrived. Raises RuntimeError if the transfer has failed."""
         self.work.wait(self.timeout)
-
-    join = wait
 
     @property
     def has_left(self) -> bool:
@@ -95,7 +91,7 @@ class DeviceTransfer:
         return self.end.has_passed
 
     def join(self) -> None:
-        """As ``wait``, but only for work that is queued on the device from now on."""
+        """As ``wait``, but only for work that is queued on the device from now on; instead of it."""
         self.end.join([self.message])
 
 

@@ -7,13 +7,12 @@ rank 0 needs no GPU. Between stages that use NCCL their activations follow on th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from threading import Event
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from pipedec.core.stage_message import StageMessage
 from pipedec.device import Device, DeviceEvent, device_of, to_device
 from pipedec.messages.run import LinkSpeed
 from pipedec.transport import link_speed
-from pipedec.transport.links import STEP_TAG, DeviceLink, Group, HostLink, Link, Receiver, Sender, Transfer
+from pipedec.transport.links import STEP_TAG, DeviceLink, DeviceTransfer, Group, HostLink, Link, Receiver, Sender
 from pipedec.transport.rendezvous import CONNECT_SECONDS, AbortableStore, Rendezvous
 from pipedec.transport.wire import (
     PREFIX_BYTES,
@@ -56,12 +55,12 @@ class ProcessGroups:
     NCCL's groups are never aborted: that may wait for a kernel which waits for a lost peer. They end with the process.
 
     Attributes:
-        places: for each backend, the types of devices that a stage may use.
+        nccl_place: the type of device that NCCL needs.
         rendezvous: where the ranks meet.
         is_aborted: nothing is transferred any more.
     """
 
-    places: Mapping[str, tuple[str, ...]] = MappingProxyType({"gloo": ("cpu", "cuda"), "nccl": ("cuda",)})
+    nccl_place = "cuda"
     _pairs: ClassVar[list[Group]] = []  # NCCL's, of this process
 
     def __init__(self, rendezvous: Rendezvous) -> None:
@@ -147,7 +146,7 @@ class _HiddenArrival:
     source: int
     rows: RowFormat
     hidden: Tensor
-    transfer: Transfer | None  # None when it has been awaited
+    transfer: DeviceTransfer | None  # None when it has been awaited
 
     def wait(self) -> None:
         if (transfer := self.transfer) is None:
@@ -176,16 +175,14 @@ class TorchTransport:
         can_rejoin: this process can join other ranks after ``abort``. With an NCCL communicator only a new process can.
 
     Raises:
-        UserError: the backend is unknown or does not work on ``place``.
+        UserError: the backend does not work on ``place``.
     """
 
     def __init__(
         self, backend: str, rank: int, hidden_size: int, dtype: torch.dtype, place: torch.device, device: Device | None = None,
         new_groups: type[ProcessGroups] = ProcessGroups, depth: int = 1, wire_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if backend not in new_groups.places:
-            raise UserError(f"unknown transport {backend!r}: choose one of {', '.join(new_groups.places)}")
-        if rank > 0 and place.type not in new_groups.places[backend]:
+        if rank > 0 and backend == "nccl" and place.type != new_groups.nccl_place:
             raise UserError("transport nccl needs --device cuda; use gloo on a CPU")
         self.backend, self._wanted = "gloo", backend
         self.can_rejoin, self._rank = True, rank

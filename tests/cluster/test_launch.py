@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from pipedec.client.client import Client
 from pipedec.cluster.launched import LaunchedCluster
 from pipedec.cluster.node import PROTOCOL, Node
-from pipedec.cluster.node_link import remote_command
+from pipedec.cluster.node_link import node_command
 from pipedec.cluster.node_run import LaunchedRun, NodeRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.place import RankPlace
@@ -81,7 +81,7 @@ def script(tmp_path: Path) -> Callable[[str, str], Path]:
 @contextmanager
 def node() -> Iterator[subprocess.Popen[bytes]]:
     """A node as the launcher starts it."""
-    command = remote_command(ServerConfig("localhost", {"cpu": 1}), [sys.executable, "-m", "pipedec.cluster.node"])
+    command = node_command(ServerConfig("localhost", {"cpu": 1}), LaunchConfig())
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
@@ -104,11 +104,9 @@ def news(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 def test_a_command_for_a_host_is_quoted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPEDEC_SSH", "ssh -F 'my config'")
     server = ServerConfig("server-1", {"cpu": 1}, ssh="me@10.0.0.1")
-    *options, destination, script = remote_command(server, ["/a python", "-c", "print('b c')"], "/a dir")
+    *options, destination, script = node_command(server, LaunchConfig("/a 'python'", "/a dir"))
     assert options[:3] == ["ssh", "-F", "my config"] and "BatchMode=yes" in options and destination == "me@10.0.0.1"
-    assert script == """cd '/a dir' || exit 101; exec '/a python' -c 'print('"'"'b c'"'"')'"""
-    local = remote_command(ServerConfig("localhost", {"cpu": 1}), [sys.executable, "-c", "print('b c')"])
-    assert subprocess.run(local, capture_output=True, text=True, check=True).stdout == "b c\n"
+    assert script == """cd '/a dir' || exit 101; exec '/a '"'"'python'"'"'' -m pipedec.cluster.node"""
 
 
 def test_a_node_says_hello_before_it_has_orders_and_ends_with_its_input() -> None:

@@ -102,7 +102,7 @@ def _serve(
 class GlooGroups(ProcessGroups):
     """Pairs of stages are connected by gloo, on CPUs, as they are by NCCL on GPUs."""
 
-    places = MappingProxyType({"gloo": ("cpu",), "nccl": ("cpu",)})
+    nccl_place = "cpu"
 
     def connect_pair(self, sender: int, device: torch.device) -> Any:
         assert device == torch.device("cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -128,7 +127,7 @@ def pair(nccl: Nccl, request: pytest.FixtureRequest) -> Pair:
     members = dict[int, Gloo]()
 
     class Groups(ProcessGroups):
-        places = MappingProxyType({"nccl": ("cpu",)})
+        nccl_place = "cpu"
 
         def connect(self) -> Gloo:
             return Gloo(self.rendezvous.rank, members)
@@ -254,7 +253,7 @@ def test_neighbours_exchange_a_message_when_they_join(pair: Pair, nccl: Nccl) ->
 @pytest.mark.failure_case("S3c")
 def test_a_rank_that_does_not_take_part_in_the_first_exchange_is_named(nccl: Nccl) -> None:
     class Groups(ProcessGroups):
-        places = MappingProxyType({"nccl": ("cpu",)})
+        nccl_place = "cpu"
 
         def connect(self) -> Gloo:
             return Gloo(self.rendezvous.rank, {})

@@ -303,13 +303,6 @@ def test_versions_of_nccl_can_be_published(monkeypatch: pytest.MonkeyPatch) -> N
     assert "2.28.9" in to_json(CardEvent(1, "host", "machine", "127.0.0.1", versions, {}, {}))
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("nccl", "^transport nccl needs --device cuda; use gloo on a CPU$"),
-        ("mpi", "^unknown transport 'mpi': choose one of gloo, nccl$"),
-    ],
-)
-def test_impossible_transports_are_refused(backend: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        TorchTransport(backend, 1, 8, torch.float32, torch.device("cpu"))
+def test_nccl_is_refused_on_a_processor() -> None:
+    with pytest.raises(UserError, match="transport nccl needs --device cuda; use gloo on a CPU"):
+        TorchTransport("nccl", 1, 8, torch.float32, torch.device("cpu"))

@@ -73,29 +73,27 @@ def gpu_facts() -> GpuFacts:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         listed = {pynvml.nvmlDeviceGetUUID(handle): _listed(handle) for handle in handles}
     except pynvml.NVMLError_LibraryNotFound:
-        listed = {}
+        pass
     except pynvml.NVMLError as error:
         driver_error = first_line(error)
-    facts = GpuFacts(driver, tuple(listed.values()), driver_error=driver_error)
+    cuda, nccl, torch_error, usable = None, None, None, tuple[Gpu, ...]()
     try:
         import torch
 
-        if torch.version.cuda is None:
-            return facts
-        facts = replace(facts, cuda=torch.version.cuda)
-        with suppress(AttributeError):  # a build without NCCL
-            facts = replace(facts, nccl=".".join(map(str, torch.cuda.nccl.version())))
-        if listed or torch.cuda.is_available():
+        cuda = torch.version.cuda
+        if cuda is not None:
+            with suppress(AttributeError):  # a build without NCCL
+                nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        if cuda is not None and (listed or torch.cuda.is_available()):
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
             torch.cuda.init()
             seen = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
             usable = tuple(
                 replace(listed.get(f"GPU-{one.uuid}", Gpu("", 0)), name=one.name, memory_bytes=one.total_memory) for one in seen
             )
-            facts = replace(facts, installed=facts.installed or usable, usable=usable)
     except Exception as error:  # a torch that cannot be imported, a driver that is too old
-        facts = replace(facts, error=first_line(error))
-    return facts
+        torch_error = first_line(error)
+    return GpuFacts(driver, tuple(listed.values()) or usable, usable, cuda, torch_error, nccl, driver_error)
 
 
 def _listed(handle: Any) -> Gpu:
