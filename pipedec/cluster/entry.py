@@ -26,14 +26,13 @@ from pipedec.topology import Topology, of_rank, rank_name
 if TYPE_CHECKING:
     from pipedec.messages.run import RankDescription
     from pipedec.plan.spec import PipelineSpec
-    from pipedec.transport.rendezvous import Store
 
 logger = logging.getLogger(__name__)
 
 
 def run_rank(
     place: RankPlace, topology: Topology, make_spec: Callable[[], PipelineSpec], address: RunAddress, report: Report,
-    store: Store | None = None, describe: Callable[[RankDescription], None] = lambda description: None,
+    describe: Callable[[RankDescription], None] = lambda description: None,
 ) -> int:  # fmt: skip
     """Serve as one rank until the run is stopped; returns the exit status.
 
@@ -43,7 +42,6 @@ def run_rank(
 
     Args:
         make_spec: resolves the pipeline; may raise any error.
-        store: the store in which the process groups meet; None if rank 0 is to open it.
         describe: called with the description of this rank, once its weights are loaded.
     """
     set_rank_environment()
@@ -62,7 +60,7 @@ def run_rank(
                 from pipedec.cluster.rank import Rank
 
                 gc.enable()
-                Rank(place, spec, scheduler, report, store, describe).serve()
+                Rank(place, spec, scheduler, report, describe).serve()
             except Exception as error:
                 if isinstance(error, PipedecError):
                     logger.warning("ends: %s", error)

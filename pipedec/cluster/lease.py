@@ -54,12 +54,12 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self, scheduler: RankScheduler, place: RankPlace, activity: Activity | None = None, transport: Abortable | None = None,
+        self, scheduler: RankScheduler, place: RankPlace, activity: Activity, transport: Abortable,
         renewal_seconds: float = LEASE_RENEWAL_SECONDS, give_up_seconds: float = GIVE_UP_SECONDS,
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
-        self._activity = activity or Activity()
+        self._activity = activity
         self._transport = transport
         self._renewal_seconds = renewal_seconds
         self._give_up_seconds = give_up_seconds
@@ -111,8 +111,7 @@ class LeaseKeeper:
             if self._ended.wait(self._renewal_seconds):
                 return
             failure = self._turn()
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
         if not self._ended.wait(self._give_up_seconds):  # the rank's own loop notices and reports the same, unless it is stuck
             self._end(failure, FAILED)
 
@@ -156,11 +155,10 @@ class LeaseKeeper:
         with self._changing:
             if self._scheduler.epoch != epoch:
                 return None
-            if self._transport is not None and not self._transport.can_rejoin:
+            if not self._transport.can_rejoin:
                 leave()
             self._activity.interrupt(error)
-            if self._transport is not None:
-                self._transport.abort()
+            self._transport.abort()
         return self._wait(error)
 
     def _wait(self, error: PipedecError) -> str | None:

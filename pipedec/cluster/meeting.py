@@ -114,19 +114,16 @@ class Meeting:
 
     Args:
         memory: of its device; None if that is a processor.
-        store: the store in which the process groups meet (torchrun's); None if rank 0 is to open one.
         nccl_versions: versions that must be equal on all stages that request NCCL; empty if this rank does not.
     """
 
     def __init__(
         self, scheduler: RankScheduler, place: RankPlace, spec: PipelineSpec, memory: RankMemory | None = None,
-        store: Store | None = None, activity: Activity | None = None,
-        nccl_versions: Mapping[str, str] = MappingProxyType({}),
+        activity: Activity | None = None, nccl_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self._scheduler = scheduler
         self._place = place
         self._spec = spec
-        self._store = store
         self._activity = activity or Activity()
         self._memory = memory or RankMemory(spec, place, torch.device("cpu"))
         self._nccl_versions = nccl_versions
@@ -143,13 +140,13 @@ class Meeting:
         own = structs.replace(self.card, gpu=self._memory.gpu)
         cards = self._compare_cards(own)
         interface = self._choose_interface(own, cards)
-        server = StoreServer(interface.address) if own.rank == 0 and self._store is None else None
+        server = StoreServer(interface.address) if own.rank == 0 else None
         family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
         with socket.create_server((interface.address, 0), family=family) as listener:
             port = server.port if server else int(listener.getsockname()[1])
             slots = self._earlier_slots()
             addresses = self._exchange_addresses(own, cards, interface, port, slots)
-            store = self._store or (server.store if server else join_store(addresses[0].address, addresses[0].port))
+            store = server.store if server else join_store(addresses[0].address, addresses[0].port)
             yield self._agree(interface, addresses, store, slots, _share_a_machine(cards))
 
     def _compare_cards(self, own: CardEvent) -> list[CardEvent]:

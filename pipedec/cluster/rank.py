@@ -49,7 +49,6 @@ from pipedec.scheduler import RankScheduler
 from pipedec.stage import StageWorker
 from pipedec.topology import rank_name
 from pipedec.tracing import Tracer
-from pipedec.transport.rendezvous import Store
 from pipedec.transport.torch_distributed import TorchTransport
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Rank:
     """
 
     def __init__(
-        self, place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report, store: Store | None,
+        self, place: RankPlace, spec: PipelineSpec, scheduler: RankScheduler, report: Report,
         describe: Callable[[RankDescription], None],
     ) -> None:  # fmt: skip
         limit_threads(place.local_world_size)
@@ -91,7 +90,7 @@ class Rank:
         self._activity = Activity()
         self._lease = LeaseKeeper(scheduler, self._place, self._activity, self._transport)
         self._memory = RankMemory(spec, self._place, self._device)
-        self._meeting = Meeting(scheduler, self._place, spec, self._memory, store, self._activity, self._transport.versions)
+        self._meeting = Meeting(scheduler, self._place, spec, self._memory, self._activity, self._transport.versions)
         self._digests: Mapping[str, str] = {}  # by model, if ranks on several hosts have compared them
         self._first_epoch = scheduler.epoch
         # Whether requests wait for this process, which can serve without its draft model.

@@ -115,27 +115,25 @@ class Supervisor(ABC):
         deadline = time.monotonic() + _LATE_SECONDS  # where all have lost another, that one is given time to be seen to end
         while set((ended := self._ranks.exit_statuses).values()) == {LOST_ANOTHER} and time.monotonic() < deadline:
             time.sleep(_REPORT_SECONDS)
-        # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
         killed = killed_ranks(ended)
         try:
-            state = self.scheduler.status().state
+            run = self.scheduler.status()
         except SchedulerLost:
             if killed:  # Redis was lost with the rank
-                raise self._lost(killed[0]) from None
+                raise RankLost(f"{rank_name(killed[0])} {self._ranks.describe_end(killed[0])}") from None
             raise
-        is_stopped = state == "stopping" or (self._is_up and state == "gone")
-        if failed := [rank for rank, status in ended.items() if status != 0 or not is_stopped]:
-            early = [rank for rank in failed if ended[rank] == 0]
-            raise self._lost((killed or early or failed)[0], reports=not killed and not early)
-
-    def _lost(self, rank: int, reports: bool = False) -> RankLost:
-        """Why the run has failed, as ``rank`` itself may have reported; aborts the run, so that the other ranks end."""
-        end, failure = self._ranks.describe_end(rank), None
-        assert self.scheduler is not None
+        is_stopped = run.state == "stopping" or (self._is_up and run.state == "gone")
+        if not (failed := [rank for rank, status in ended.items() if status != 0 or not is_stopped]):
+            return
+        # A rank that fails reports why. One that was killed cannot; the other ranks then only report that they lost it.
+        early = [rank for rank in failed if ended[rank] == 0]
+        if run.failure is not None and not killed and not early:
+            raise RankLost(self.with_hosts(run.failure))
+        rank = (killed or early or failed)[0]
+        end = self._ranks.describe_end(rank)
         with suppress(PipedecError):
-            if (failure := self.scheduler.failure()) is None:
-                self.scheduler.abort(rank, end)
-        return RankLost(self.with_hosts(failure) if failure and reports else f"{rank_name(rank)} {end}")
+            self.scheduler.abort(rank, end)  # so that the other ranks end
+        raise RankLost(f"{rank_name(rank)} {end}")
 
     def with_hosts(self, message: str) -> str:
         """The message with the host of every rank that it names, where there are several hosts."""

@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
     def describe(description: RankDescription) -> None:
         print(f"pipedec {rank_name(description.rank)} on {description.host}: {description}", file=sys.stderr, flush=True)
 
-    return run_rank(job.place, job.topology, job.spec, job.address, report, store, describe)
+    return run_rank(job.place, job.topology, job.spec, job.address, report, describe)
 
 
 def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> None:

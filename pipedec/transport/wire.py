@@ -13,7 +13,7 @@ and token ids, parents and threads of the rows of all updates. A head is empty i
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -132,10 +132,6 @@ def _encoded(hidden_RE: Tensor, wire_dtype: torch.dtype | None) -> Tensor:
 # together and taken apart by Python and numpy.
 
 
-def _joined(parts: Iterable[Buffer]) -> Tensor:
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
-
-
 def _array(tensor: Tensor) -> Buffer:
     tensor = to_host(tensor).contiguous()
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy().data  # numpy has no bfloat16
@@ -165,7 +161,8 @@ def pack_message(
     prefix = Prefix(len(text), num_rows, row_bytes, int(message.ends_session))
     _check(prefix)
     held = [_array(_encoded(hidden, wire_dtype))] if hidden is not None and holds_hidden else []
-    return _joined([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held]), None if holds_hidden else hidden
+    packed = bytearray().join([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held])
+    return torch.frombuffer(packed, dtype=torch.uint8), None if holds_hidden else hidden
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:

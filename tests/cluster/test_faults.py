@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -35,6 +36,7 @@ from pipedec.config import Settings
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, RankLost, RequestFailed, SchedulerLost
 from pipedec.core.sampling import SamplingParams
+from pipedec.engine.activity import Activity
 from pipedec.engine.build import resolve
 from pipedec.messages.request import PromptRequest
 from pipedec.plan.spec import DISPATCHES
@@ -210,7 +212,9 @@ def given_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def keeping(num_ranks: int = 3) -> Iterator[tuple[LeaseKeeper, WholeScheduler, EmbeddedRedis]]:
     with EmbeddedRedis() as server:
         scheduler = WholeScheduler(connect(server.url), "kept", Topology.even(num_ranks - 1, num_ranks - 1), lease_ms=400)
-        keeper = LeaseKeeper(scheduler, RankPlace(1, 3, 1, 3), renewal_seconds=0.05, give_up_seconds=0.2)
+        keeper = LeaseKeeper(
+            scheduler, RankPlace(1, 3, 1, 3), Activity(), SimpleNamespace(can_rejoin=True, abort=lambda: None), 0.05, 0.2
+        )
         keeper.start()
         yield keeper, scheduler, server
 

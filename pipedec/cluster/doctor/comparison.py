@@ -48,8 +48,8 @@ def compare(
     for host, answer in answers.items():
         own = [answer] if isinstance(answer, Finding) else [ok("ssh", "answers"), *answer.report.findings]
         table[host] = {finding.name: finding for finding in own}
-    for host, report in reports.items():
-        answer = answered[host]
+    for host, answer in answered.items():
+        report = answer.report
         offset_us = answer.clock_offset_us
         clock = ok("clock", f"{round(offset_us / 1e6, 1) + 0.0:+.1f} s")
         if abs(offset_us) > LARGEST_OFFSET_US:
