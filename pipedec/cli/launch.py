@@ -19,6 +19,7 @@ from pipedec.cluster.distribution import Folder, folders, send
 from pipedec.cluster.launched import LaunchedCluster, for_hosts
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.node import main as watch_ranks
+from pipedec.cluster.node_link import node_command
 from pipedec.cluster.state import DEFAULT_RUN, check_unused
 from pipedec.config import ServerConfig, load_cluster
 from pipedec.config.settings import given_settings
@@ -93,7 +94,7 @@ def planned_start(cluster: LaunchedCluster) -> list[str]:
     except UserError:  # the target's configuration is not on this machine
         layers = [""] * len(cluster.places)
     for host in cluster.nodes.hosts:
-        lines += ["", f"{host}: {shlex.join(cluster.nodes.command(host))}"]
+        lines += ["", f"{host}: {shlex.join(node_command(cluster.config.server(host), cluster.config.launch))}"]
         for rank in cluster.nodes.ranks_on(host):
             place = cluster.places[rank]
             lines.append(f"  {rank_name(rank)} on {place.device} #{place.index}{layers[rank]}")

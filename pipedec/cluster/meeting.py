@@ -44,7 +44,7 @@ from pipedec.plan.budgets import agreed_budget, kv_slots, rank_needs
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, calls, read_description, scripts_digest
 from pipedec.topology import rank_name
-from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store, store_of_epoch
+from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store
 from pipedec.transport.wire import PROTOCOL
 
 LOADING_SECONDS = 3600.0
@@ -144,7 +144,8 @@ class Meeting:
         family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
         with socket.create_server((interface.address, 0), family=family) as listener:
             port = server.port if server else int(listener.getsockname()[1])
-            slots = self._earlier_slots()
+            run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
+            slots = run.kv_slots if run else 0  # on which the run agreed in an earlier epoch
             addresses = self._exchange_addresses(own, cards, interface, port, slots)
             store = server.store if server else join_store(addresses[0].address, addresses[0].port)
             yield self._agree(interface, addresses, store, slots, _share_a_machine(cards))
@@ -166,11 +167,6 @@ class Meeting:
             use_interface(interface)
         return interface
 
-    def _earlier_slots(self) -> int:
-        """KV slots on which the run agreed in an earlier epoch; 0 in the first one."""
-        run = read_description(self._scheduler.client, self._scheduler.run_id) if self._scheduler.epoch else None
-        return run.kv_slots if run else 0
-
     def _exchange_addresses(
         self, own: CardEvent, cards: Sequence[CardEvent], interface: Interface, port: int, slots: int
     ) -> list[AddressEvent]:
@@ -191,7 +187,6 @@ class Meeting:
     def _agree(self, interface: Interface, addresses: Sequence[AddressEvent], store: Store, slots: int, is_alone: bool) -> Met:
         """The results that follow from all addresses, the same on every rank but for its own part."""
         rank = self._place.rank
-        store = store_of_epoch(store, self._scheduler.epoch)
         rendezvous = Rendezvous(rank, len(addresses), store, MEETING_SECONDS, interface.name)
         models: dict[str, dict[str, str]] = {}  # digests of all tensors that any rank reads
         for address in addresses:

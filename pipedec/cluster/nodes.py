@@ -15,7 +15,7 @@ from typing import IO, Any
 from pipedec import __version__
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node import PROTOCOL
-from pipedec.cluster.node_link import News, NodeLink, end_links, is_local, node_command
+from pipedec.cluster.node_link import News, NodeLink, end_links, is_local
 from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.processes import describe_exit
 from pipedec.config import ClusterConfig, RedisConfig
@@ -61,10 +61,6 @@ class Nodes:
 
     def ranks_on(self, host: str) -> list[int]:
         return [rank for rank, its_host in self.host_of.items() if its_host == host]
-
-    def command(self, host: str) -> list[str]:
-        """The command line that starts the node of a host."""
-        return node_command(self._config.server(host), self._config.launch)
 
     def environment(self, host: str) -> dict[str, str]:
         """The variables of a host's ranks; GPUs are numbered as by ``nvidia-smi`` unless the file sets another order."""

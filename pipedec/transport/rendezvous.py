@@ -104,9 +104,9 @@ def store_from_environment(timeout_seconds: float) -> Store:
     return store
 
 
-def store_of_epoch(store: Store, epoch: int) -> Store:
-    """A part of ``store`` in which only the ranks of ``epoch`` meet."""
-    return PrefixStore(f"epoch {epoch}", store)
+def part_of_store(store: Store, number: int) -> Store:
+    """A part of ``store`` for the meeting of this number, if there are several in it."""
+    return PrefixStore(f"meeting {number}", store)
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> bool:

@@ -15,7 +15,6 @@ from pipedec.transport.rendezvous import (
     Store,
     StoreServer,
     join_store,
-    store_of_epoch,
     wait_for_key,
 )
 from pipedec.transport.torch_distributed import ProcessGroups
@@ -34,8 +33,7 @@ def test_who_joins_sees_what_others_have_set() -> None:
 
 def pair_store(server: StoreServer) -> Store:
     """Where stage 2 finds stage 1."""
-    store = store_of_epoch(join_store(LOOPBACK, server.port), 0)
-    return ProcessGroups(Rendezvous(2, 3, store, MEETING_SECONDS, "lo")).pair_store(1)
+    return ProcessGroups(Rendezvous(2, 3, join_store(LOOPBACK, server.port), MEETING_SECONDS, "lo")).pair_store(1)
 
 
 def test_a_stage_waits_for_a_neighbour_as_long_as_for_all_ranks() -> None:

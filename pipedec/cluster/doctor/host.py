@@ -158,11 +158,11 @@ class HostDoctor:
         """See ``links.measure``: with the host that has the store at ``port``, which is this one as rank 0. The ``number`` of the
         measurement is another one each time.
         """
-        from pipedec.transport.rendezvous import join_store, store_of_epoch
+        from pipedec.transport.rendezvous import join_store, part_of_store
 
         try:
             store = self._server.store if rank == 0 and self._server is not None else join_store(address, port)
-            return measure(store_of_epoch(store, number), rank, self._interface)
+            return measure(part_of_store(store, number), rank, self._interface)
         except PipedecError as error:
             return first_line(error)
 
