@@ -27,6 +27,7 @@ from pipedec.methods import METHOD_NAMES
 from pipedec.scheduler import connect
 
 STAGES, MOST = 3, 8
+PATIENT_SECONDS = 60.0  # a timestep of so many rows may take long on a busy machine: that is no stall
 SAMPLING = SamplingParams(max_tokens=20, ignore_eos=True)
 ENDLESS = PromptRequest("x", True, "pp", SamplingParams(max_tokens=1500, ignore_eos=True))
 SAMPLINGS = (
@@ -40,7 +41,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def cluster(pair: Pair) -> Iterator[LocalCluster]:
     """Three stages, up to 8 requests at once, up to 20 that wait."""
-    with LocalCluster(pair.spec(STAGES).replaced(max_num_seqs=MOST, max_waiting=20)) as running:
+    with LocalCluster(pair.spec(STAGES).replaced(max_num_seqs=MOST, max_waiting=20, stall_timeout=PATIENT_SECONDS)) as running:
         yield running
 
 
@@ -129,7 +130,7 @@ def test_many_requests_with_random_cancels_leave_nothing(pair: Pair, duplex: str
     were after the first ones: of three ranks that grows by 40 to 86 MB in 600 requests, and by 10 in the 2,400 after these.
     """
     rng = random.Random(60)
-    with LocalCluster(replace(pair.spec(STAGES).replaced(max_num_seqs=MOST), duplex=duplex)) as cluster:
+    with LocalCluster(replace(pair.spec(STAGES).replaced(max_num_seqs=MOST, stall_timeout=PATIENT_SECONDS), duplex=duplex)) as cluster:
         alone = {sentence: client_of(cluster).ask(short(sentence)).token_ids for sentence in SENTENCES}
         drive(cluster, rng, 300, alone)
         before, slots, memory = keys_of(cluster), slots_of(cluster), cluster_memory(cluster)
