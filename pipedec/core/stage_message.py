@@ -12,7 +12,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -167,11 +167,13 @@ class StageMessage:
     Attributes:
         ends_session: no timestep follows until the scheduler grants the next session.
         arrival: of the activations, if they may still be on their way.
+        tensors: small ones by name, which travel in host memory beside the activations.
     """
 
     updates: tuple[RequestUpdate, ...] = ()
     ends_session: bool = False
     arrival: Arrival | None = field(default=None, compare=False, repr=False)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
 
     def await_hidden(self) -> None:
         """Call this before activations are used, on the host or by work queued on the device; a second call has no effect. Raises

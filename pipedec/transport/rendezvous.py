@@ -6,9 +6,10 @@ import socket
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 from torch._C._distributed_c10d import Store as Store
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
@@ -102,6 +103,11 @@ def store_from_environment(timeout_seconds: float) -> Store:
     except (RuntimeError, ValueError, DistError) as error:
         raise RankLost(f"could not join torchrun's store: {str(error).splitlines()[0]}") from None
     return store
+
+
+def file_store(path: str | Path, world_size: int) -> Store:
+    """A store in a file that all processes of one machine reach."""
+    return FileStore(str(path), world_size)
 
 
 def part_of_store(store: Store, number: int) -> Store:

@@ -6,14 +6,16 @@ know a message's lengths, and a longer one is sent in several parts of that size
 
 Activations travel in their own data type, or as int8 with a scale for each row: float32 [R], then int8 [R, E].
 
-The head has two sections: the updates as JSON, with the number of rows in place of each step, padded to a multiple of 8 bytes;
-and token ids, parents and threads of the rows of all updates. A head is empty if there are no updates.
+The head has three sections: JSON (``MessageHead``); token ids, parents and threads of the rows of all updates; and the elements
+of the named tensors, in the order of the JSON. Every section, and every tensor, is padded to a multiple of 8 bytes. A head is
+empty if there are neither updates nor tensors.
 """
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -25,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedec.core.errors import UserError
+from pipedec.core.records import Record
 from pipedec.core.stage_message import NUM_ROW_IDS, ROW_ID_BYTES, RequestUpdate, StageMessage, Step
 from pipedec.device import to_host
 
@@ -32,15 +35,41 @@ MAX_ROWS = 65_536  # a prefix that announces more is refused
 MAX_HEAD_BYTES = 2**26
 PART_HEAD_BYTES = 16_384  # a message with such a head and PART_ROWS rows is one part
 PART_ROWS = 128
+MAX_TENSORS = 64
+MAX_NAME = 64  # characters of a tensor's name
+MAX_DIMENSIONS = 8
+PREFIX_BYTES = 32
 _SCALE_BYTES = torch.float32.itemsize
 _LEVELS = 127  # the largest int8
 Bytes = NDArray[np.uint8]
 Buffer = bytes | memoryview
 
-PROTOCOL = "pipedec9"
-_PREFIX = struct.Struct("<8siiii")  # a multiple of 8 bytes, to align the rest
-PREFIX_BYTES = _PREFIX.size
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+PROTOCOL = "pipedec8"
+_PREFIX = struct.Struct("<8siiiii4x")  # a multiple of 8 bytes, to align the rest
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+}
+
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class TensorHead(Record, frozen=True, array_like=True):
+    """A named tensor of a message."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+
+
+class MessageHead(Record, frozen=True, array_like=True):
+    """The updates of a message, with the number of rows in place of each step, and its tensors, in the order in which rows and
+    elements follow.
+    """
+
+    updates: tuple[RequestUpdate, ...]
+    tensors: tuple[TensorHead, ...] = ()
 
 
 class _Announced(Step):
@@ -51,22 +80,17 @@ class _Announced(Step):
 
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(
-    tuple[RequestUpdate, ...], dec_hook=lambda _, count: _Announced(msgspec.convert(count, _Count))
-)  # fmt: skip
+_decoder = msgspec.json.Decoder(MessageHead, dec_hook=lambda _, count: _Announced(msgspec.convert(count, Count)))
 
 
 class Prefix(NamedTuple):
     """The lengths at the start of a message."""
 
+    head_bytes: int  # a multiple of 8
     text_bytes: int  # the head's JSON, a multiple of 8
     rows: int  # of all updates together
     row_bytes: int  # one row with its activations
     ends_session: int  # 1 if no message follows before the next session
-
-    @property
-    def head_bytes(self) -> int:
-        return self.text_bytes + self.rows * ROW_ID_BYTES
 
     @property
     def end(self) -> int:
@@ -143,26 +167,48 @@ def pack_message(
     """A message as bytes (uint8), and the activations [R, E] that have to follow it; None if there are none, or it holds them.
 
     Raises:
-        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head.
+        ValueError: more than MAX_ROWS rows or MAX_HEAD_BYTES bytes of head, or tensors that no receiver accepts.
     """
     steps = [update.step for update in message.updates if update.step is not None]
     step = Step.concatenated(steps) if len(steps) > 1 else steps[0] if steps else None
     num_rows, hidden = (0, None) if step is None else (step.num_rows, step.hidden)
+    tensor_heads = tuple(
+        TensorHead(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in message.tensors.items()
+    )
+    _check_tensors(tensor_heads)
     updates = tuple(structs.replace(one, step=0 if one.step is None else one.step.num_rows) for one in message.updates)
-    text = _encoder.encode(updates) if updates else b""
-    text += b" " * (-len(text) % 8)
-    head: list[Buffer] = [text]
+    text = _padded(_encoder.encode(MessageHead(updates, tensor_heads))) if updates or tensor_heads else b""
+    tensors = b"".join(_padded(_array(tensor)) for tensor in message.tensors.values())
+    head: list[Buffer] = [text, tensors]
     if step is not None:
         threads = bytes(8 * num_rows) if step.threads is None else _array(step.threads)
-        head += _array(step.token_ids), _array(step.parents), threads
+        head[1:1] = _array(step.token_ids), _array(step.parents), threads
+    head_bytes = len(text) + num_rows * ROW_ID_BYTES + len(tensors)
     row_bytes = 0
     if num_rows:
         row_bytes = ROW_ID_BYTES if hidden is None else RowFormat(hidden.shape[1], hidden.dtype, wire_dtype).row_bytes
-    prefix = Prefix(len(text), num_rows, row_bytes, int(message.ends_session))
+    prefix = Prefix(head_bytes, len(text), num_rows, row_bytes, int(message.ends_session))
     _check(prefix)
     held = [_array(_encoded(hidden, wire_dtype))] if hidden is not None and holds_hidden else []
     packed = bytearray().join([_PREFIX.pack(PROTOCOL.encode(), *prefix), *head, *held])
     return torch.frombuffer(packed, dtype=torch.uint8), None if holds_hidden else hidden
+
+
+def _check_tensors(heads: Sequence[TensorHead]) -> None:
+    if len(heads) > MAX_TENSORS or len({head.name for head in heads}) < len(heads):
+        raise ValueError(f"more than {MAX_TENSORS} tensors, or two of one name")
+    for head in heads:
+        if head.dtype not in _DTYPES or not 1 <= len(head.name) <= MAX_NAME:
+            raise ValueError(f"a tensor of dtype {head.dtype[:MAX_NAME]}, or with a name of {len(head.name)} characters")
+        # A size of 0 counts as 1: torch multiplies the others, too.
+        if len(head.shape) > MAX_DIMENSIONS or math.prod(max(size, 1) for size in head.shape) > MAX_HEAD_BYTES:
+            raise ValueError(f"a tensor of shape {list(head.shape)[:MAX_DIMENSIONS]}")
+
+
+def _padded(part: Buffer) -> bytes:
+    """Pad with spaces to a multiple of 8 bytes."""
+    data = bytes(part)
+    return data + b" " * (-len(data) % 8)
 
 
 def unpack_prefix(buffer: Bytes, row_bytes: int) -> Prefix:
@@ -188,22 +234,46 @@ def unpack_message(head: Bytes, hidden_RE: Tensor | None, prefix: Prefix) -> Sta
         decoded = _decoder.decode(head[: prefix.text_bytes].data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, UserError):
         raise ValueError("its head cannot be read") from None
-    counts = [one.step.count if isinstance(one.step, _Announced) else 0 for one in decoded]
+    counts = [one.step.count if isinstance(one.step, _Announced) else 0 for one in decoded.updates]
     if sum(counts) != prefix.rows:
         raise ValueError(f"its updates have {sum(counts)} rows, not {prefix.rows}")
-    if len({update.number for update in decoded}) < len(counts):
+    if len({update.number for update in decoded.updates}) < len(counts):
         raise ValueError("it has two updates of one request")
     steps: Iterator[Step] = iter(())
     if prefix.rows:
-        ids = head[prefix.text_bytes :].view(np.int64)
+        ids = head[prefix.text_bytes : prefix.text_bytes + prefix.rows * ROW_ID_BYTES].view(np.int64)
         token_ids, parents, threads = map(torch.from_numpy, ids.reshape(NUM_ROW_IDS, prefix.rows))
         steps = iter(Step(token_ids, parents, hidden_RE, threads).split([count for count in counts if count]))
-    updates = (structs.replace(one, step=next(steps) if count else None) for one, count in zip(decoded, counts, strict=True))
-    return StageMessage(tuple(updates), ends_session)
+    updates = tuple(
+        structs.replace(one, step=next(steps) if count else None) for one, count in zip(decoded.updates, counts, strict=True)
+    )
+    tensors = _unpack_tensors(head, prefix.text_bytes + prefix.rows * ROW_ID_BYTES, decoded.tensors)
+    return StageMessage(updates, ends_session, tensors=tensors)
+
+
+def _unpack_tensors(head: Bytes, start: int, heads: Sequence[TensorHead]) -> dict[str, Tensor]:
+    """The named tensors whose elements fill the rest of a head, as views of it. Raises ValueError if they do not."""
+    _check_tensors(heads)
+    found: dict[str, Tensor] = {}
+    for one in heads:
+        num_bytes = math.prod(one.shape) * _DTYPES[one.dtype].itemsize
+        elements = torch.from_numpy(head[start : start + num_bytes])
+        if len(elements) < num_bytes:
+            break
+        found[one.name] = elements.view(_DTYPES[one.dtype]).view(one.shape)
+        start += num_bytes + -num_bytes % 8
+    if len(found) < len(heads) or start != len(head):
+        raise ValueError("its tensors do not fill the rest of its head")
+    return found
 
 
 def _check(prefix: Prefix) -> None:
     if not 0 <= prefix.rows <= MAX_ROWS:
         raise ValueError(f"{prefix.rows} rows, which must be between 0 and {MAX_ROWS}")
-    if prefix.text_bytes < 0 or prefix.head_bytes > MAX_HEAD_BYTES or prefix.text_bytes % 8:
+    if not 0 <= prefix.head_bytes <= MAX_HEAD_BYTES or prefix.head_bytes % 8:
         raise ValueError(f"a head of {prefix.head_bytes} bytes, of which {MAX_HEAD_BYTES} are allowed")
+    if prefix.text_bytes % 8 or not 0 <= prefix.text_bytes <= prefix.head_bytes - prefix.rows * ROW_ID_BYTES:
+        raise ValueError(
+            f"a head of {prefix.head_bytes} bytes for {prefix.text_bytes} of JSON and {prefix.rows} rows, of which each takes "
+            f"{ROW_ID_BYTES}"
+        )

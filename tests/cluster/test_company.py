@@ -130,7 +130,9 @@ def test_many_requests_with_random_cancels_leave_nothing(pair: Pair, duplex: str
     were after the first ones: of three ranks that grows by 40 to 86 MB in 600 requests, and by 10 in the 2,400 after these.
     """
     rng = random.Random(60)
-    with LocalCluster(replace(pair.spec(STAGES).replaced(max_num_seqs=MOST, stall_timeout=PATIENT_SECONDS), duplex=duplex)) as cluster:
+    with LocalCluster(
+        replace(pair.spec(STAGES).replaced(max_num_seqs=MOST, stall_timeout=PATIENT_SECONDS), duplex=duplex)
+    ) as cluster:
         alone = {sentence: client_of(cluster).ask(short(sentence)).token_ids for sentence in SENTENCES}
         drive(cluster, rng, 300, alone)
         before, slots, memory = keys_of(cluster), slots_of(cluster), cluster_memory(cluster)

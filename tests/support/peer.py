@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FileStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ProcessGroupGloo
 
 from pipedec.core.errors import PipedecError
@@ -22,7 +22,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.messages.run import LinkSpeed
 from pipedec.transport import torch_distributed
 from pipedec.transport.links import STEP_TAG
-from pipedec.transport.rendezvous import Rendezvous
+from pipedec.transport.rendezvous import Rendezvous, file_store
 from pipedec.transport.torch_distributed import MESSAGE_TAG, ProcessGroups, TorchTransport, gloo_group
 
 HIDDEN_SIZE = 5
@@ -81,7 +81,7 @@ def _serve(
         torch.cuda.set_device(_device)
     _record_messages()
     rank, world_size, meeting, timeout_seconds, depth = place
-    rendezvous = Rendezvous(rank, world_size, FileStore(str(meeting), world_size), timeout_seconds, "lo")
+    rendezvous = Rendezvous(rank, world_size, file_store(meeting, world_size), timeout_seconds, "lo")
     try:
         groups = GlooGroups if device == "cpu" else ProcessGroups
         transport = TorchTransport(backend, rank, HIDDEN_SIZE, dtype, _device, new_groups=groups, depth=depth)
@@ -177,6 +177,23 @@ def receive_message(transport: TorchTransport, src: int) -> Any:
     return as_lists(update.step) if update.step else None, update.verdict
 
 
+def make_tensors(size: int) -> dict[str, torch.Tensor]:
+    return {"scores": torch.arange(float(size)).to(torch.bfloat16), "ids": torch.arange(size)[:, None], "none": torch.zeros(0, 3)}
+
+
+def described(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    return [(name, tensor.dtype, tensor.tolist()) for name, tensor in tensors.items()]
+
+
+def send_tensors(transport: TorchTransport, num_rows: int, size: int, dst: int) -> None:
+    step = make_step(num_rows, None, 1) if num_rows else None
+    transport.send_message(StageMessage((RequestUpdate(1, step=step),), tensors=make_tensors(size)), dst)
+
+
+def receive_tensors(transport: TorchTransport, src: int) -> Any:
+    return described(transport.receive_message(src).tensors)
+
+
 def send_bytes(transport: TorchTransport, message: bytes, dst: int) -> None:
     """Send these bytes where a ``StageMessage`` is expected."""
     transport.all_ranks.send([torch.frombuffer(bytearray(message), dtype=torch.uint8)], dst, MESSAGE_TAG).wait()
@@ -200,7 +217,7 @@ def connect_within(transport: TorchTransport, seconds: float) -> None:
 
 def join_again(transport: TorchTransport, rank: int, world_size: int, meeting: Path) -> str:
     """Leave the groups and join those of the next meeting, or say why not."""
-    store = FileStore(str(meeting), world_size)
+    store = file_store(meeting, world_size)
     transport.join(Rendezvous(rank, world_size, store, PATIENCE_SECONDS, "lo"))
     return "joined"
 

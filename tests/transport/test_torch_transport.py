@@ -74,22 +74,30 @@ def test_many_rows_in_many_threads_and_their_verdict_arrive(pair: Pair) -> None:
         assert draft.result() == (step, verdict)
 
 
-PREFIX = struct.Struct("<8siiii")
+def test_named_tensors_arrive_beside_rows(pair: Pair) -> None:
+    draft, stage = pair
+    for num_rows, size in product((0, 3, 200), (7, 20_000)):  # inline, and in a message of its own
+        stage.order(peer.receive_tensors, 0)
+        draft.do(peer.send_tensors, num_rows, size, 1)
+        assert stage.result() == peer.described(peer.make_tensors(size)), "in the order in which they were sent"
+
+
+PREFIX = struct.Struct("<8siiiii4x")
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         (bytes(64), "it begins with other bytes"),
-        (PREFIX.pack(PROTOCOL.encode(), 0, -1, 24, 0), "-1 rows, which must be between 0 and 65536"),
-        (PREFIX.pack(PROTOCOL.encode(), 0, 2**31 - 1, 24, 0), "2147483647 rows"),
-        (PREFIX.pack(PROTOCOL.encode(), 4, 0, 0, 0), "a head of 4 bytes"),
-        (PREFIX.pack(PROTOCOL.encode(), 0, 1, 44, 0), "rows of 44 bytes, not 24"),
-        (PREFIX.pack(PROTOCOL.encode(), 2**31 - 8, 0, 0, 0), "a head of 2147483640 bytes, of which 67108864 are allowed"),
-        (PREFIX.pack(PROTOCOL.encode(), -8, 0, 0, 0), "a head of -8 bytes"),
-        (PREFIX.pack(PROTOCOL.encode(), 8, 0, 0, 0) + b"no JSON!", "its head cannot be read"),
-        (PREFIX.pack(PROTOCOL.encode(), 8, 0, 0, 0) + b"[[1, 2]]", "its head cannot be read"),
-        (PREFIX.pack(PROTOCOL.encode(), 8, 1, 24, 0) + b"[      ]" + bytes(24), "its updates have 0 rows, not 1"),
+        (PREFIX.pack(PROTOCOL.encode(), 0, 0, -1, 24, 0), "-1 rows, which must be between 0 and 65536"),
+        (PREFIX.pack(PROTOCOL.encode(), 0, 0, 2**31 - 1, 24, 0), "2147483647 rows"),
+        (PREFIX.pack(PROTOCOL.encode(), 0, 0, 1, 24, 0), "a head of 0 bytes for 0 of JSON and 1 rows, of which each takes 24"),
+        (PREFIX.pack(PROTOCOL.encode(), 24, 0, 1, 44, 0), "rows of 44 bytes, not 24"),
+        (PREFIX.pack(PROTOCOL.encode(), 2**31 - 8, 0, 0, 0, 0), "a head of 2147483640 bytes, of which 67108864 are allowed"),
+        (PREFIX.pack(PROTOCOL.encode(), -8, 0, 0, 0, 0), "a head of -8 bytes"),
+        (PREFIX.pack(PROTOCOL.encode(), 8, 8, 0, 0, 0) + b"no JSON!", "its head cannot be read"),
+        (PREFIX.pack(PROTOCOL.encode(), 8, 8, 0, 0, 0) + b"[[1, 2]]", "its head cannot be read"),
+        (PREFIX.pack(PROTOCOL.encode(), 32, 8, 1, 24, 0) + b"[[],[] ]" + bytes(24), "its updates have 0 rows, not 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -77,8 +77,22 @@ UPDATES = st.builds(
     RequestUpdate, INT64, st.none() | OPENINGS, st.none() | VERDICTS, st.none() | steps(), ROWS_OF_LOGPROBS.map(tuple), SLOTS,
     failure=FAILURES,
 )  # fmt: skip
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    elements = torch.randint(0, 200, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 1000))))
+    return elements.to(draw(st.sampled_from(DTYPES))).movedim(0, -1) if shape else elements.to(torch.bfloat16)
+
+
+TENSORS = st.dictionaries(st.text(min_size=1, max_size=64).filter(is_utf8), tensors(), max_size=3)
 MESSAGES = st.builds(
-    StageMessage, st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple), st.booleans()
+    lambda updates, ends, named: StageMessage(updates, ends, tensors=named),
+    st.lists(UPDATES, max_size=5, unique_by=lambda update: update.number).map(tuple),
+    st.booleans(),
+    TENSORS,
 )
 
 
@@ -161,11 +175,61 @@ def test_messages_round_trip(sent: StageMessage, holds_hidden: bool) -> None:
         assert (ours.step is None) == (theirs.step is None)
         if ours.step is not None and theirs.step is not None:
             assert_equal(ours.step, theirs.step)
+    assert list(found.tensors) == list(sent.tensors)
+    for name, tensor in sent.tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype and torch.equal(found.tensors[name], tensor)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"": torch.zeros(1)},
+        {"x" * 65: torch.zeros(1)},
+        {"x": torch.zeros(1, dtype=torch.complex64)},
+        {"x": torch.zeros(1, dtype=torch.float8_e4m3fn)},
+        {"x": torch.zeros((1,) * 9)},
+        {"x": torch.zeros(0, 2**20, 2**20)},
+        {str(number): torch.zeros(1) for number in range(65)},
+    ],
+    ids=lambda named: str(named)[:30],
+)
+def test_tensors_that_no_receiver_takes_are_not_sent(named: dict[str, Tensor]) -> None:
+    with pytest.raises(ValueError, match="tensor"):
+        pack_message(StageMessage(tensors=named))
+
+
+def with_tensors(*heads: object, elements: bytes = b"") -> None:
+    """Unpack a message with these heads of tensors."""
+    text = json.dumps([[], heads]).encode()
+    text += b" " * (-len(text) % 8)
+    head = np.frombuffer(bytearray(text + elements), np.uint8)
+    unpack_message(head, None, Prefix(len(head), len(text), 0, 0, 0))
+
+
+def test_what_are_no_tensors_is_refused() -> None:
+    with_tensors(["x", "bfloat16", [2, 1]], ["y", "int64", []], elements=bytes(16))
+    for elements in (bytes(8), bytes(24), b""):
+        with pytest.raises(ValueError, match="do not fill the rest"):
+            with_tensors(["x", "bfloat16", [2, 1]], ["y", "int64", []], elements=elements)
+    for head in (
+        ["", "int64", [0]],
+        ["x" * 65, "int64", [0]],
+        ["x", "complex64", [0]],
+        ["x", "int64", [0, 2**40]],
+        ["x", "int64", [1] * 9],
+    ):
+        with pytest.raises(ValueError, match="tensor"):
+            with_tensors(head)
+    with pytest.raises(ValueError, match="two of one name"):
+        with_tensors(["x", "int64", [0]], ["x", "int64", [0]])
+    for head in (["x", "int64"], ["x", "int64", [-1]], ["x", "int64", [0], 1], ["x", "int64", ["0"]], [5, "int64", [0]], {}):
+        with pytest.raises(ValueError, match="cannot be read"):
+            with_tensors(head)
 
 
 def test_a_message_with_little_in_it_has_few_bytes() -> None:
     assert len(pack_message(StageMessage())[0]) == PREFIX_BYTES
-    assert len(pack_message(StageMessage((RequestUpdate(3, verdict=Verdict.of(5)),)))[0]) == 112
+    assert len(pack_message(StageMessage((RequestUpdate(3, verdict=Verdict.of(5)),)))[0]) == 128
 
 
 def test_seeds_and_biases_arrive_as_they_are() -> None:
@@ -188,11 +252,13 @@ def test_what_no_receiver_accepts_is_not_sent(update: RequestUpdate, message: st
         pack_message(StageMessage((update,)))
 
 
-PREFIX = struct.Struct("<iiii")
+PREFIX = struct.Struct("<iiiii4x")
 ROWS = st.integers(-1, 2**17) | st.integers(-(2**31), 2**31 - 1)
 
 
-@given(st.binary(min_size=16, max_size=16) | st.builds(PREFIX.pack, ROWS, ROWS, st.just(FORMAT.row_bytes), st.integers(0, 1)))
+@given(
+    st.binary(min_size=24, max_size=24) | st.builds(PREFIX.pack, ROWS, ROWS, ROWS, st.just(FORMAT.row_bytes), st.integers(0, 1))
+)
 @pytest.mark.failure_case("S12")
 def test_any_prefix_is_within_the_bounds_or_refused(lengths: bytes) -> None:
     try:
@@ -208,7 +274,7 @@ JSON = st.recursive(
 )
 MAYBE = st.none() | JSON
 FIELDS = st.tuples(st.integers(-1, 3) | JSON, MAYBE, MAYBE, st.integers(-1, 2) | JSON, JSON, JSON, JSON, MAYBE)
-HEADS = st.lists(FIELDS, max_size=3)
+HEADS = st.tuples(st.lists(FIELDS, max_size=3), JSON)
 
 
 @given(st.binary(max_size=40) | (JSON | HEADS).map(lambda value: json.dumps(value).encode()))
@@ -216,7 +282,7 @@ HEADS = st.lists(FIELDS, max_size=3)
 def test_any_head_is_a_message_or_refused(head: bytes) -> None:
     """What arrives may be anything: a receiver refuses it with a ValueError, and nothing else happens."""
     padded = head + b" " * (-len(head) % 8)
-    prefix = Prefix(len(padded), 0, 0, 0)
+    prefix = Prefix(len(padded), len(padded), 0, 0, 0)
     with suppress(ValueError):
         assert isinstance(unpack_message(np.frombuffer(padded, np.uint8), None, prefix), StageMessage)
 
@@ -231,8 +297,8 @@ def with_values(**values: object) -> StageMessage:
     verdict = {"accepted": [[fields["thread"], [fields["token"]], []]]}
     logprobs, slots = [[[fields["score"], -1.0]]], [[fields["slot"], fields["slots"]]]
     update = [fields["number"], None, verdict, fields["rows"], logprobs, slots, [], None]
-    head = json.dumps([update]).encode()
-    return unpack_message(np.frombuffer(head, np.uint8), None, Prefix(len(head), 0, 0, 0))
+    head = json.dumps([[update]]).encode()
+    return unpack_message(np.frombuffer(head, np.uint8), None, Prefix(len(head), len(head), 0, 0, 0))
 
 
 @given(st.sampled_from(PLACES), HUGE)
@@ -247,9 +313,9 @@ def test_any_wrong_value_in_an_update_is_refused(place: str, value: object) -> N
 
 def test_updates_that_do_not_fit_together_are_refused() -> None:
     for updates, problem in (([[1, None, None, 1]], "have 1 rows, not 0"), ([[1], [1]], "two updates of one request")):
-        head = json.dumps(updates).encode()
+        head = json.dumps([updates]).encode()
         with pytest.raises(ValueError, match=problem):
-            unpack_message(np.frombuffer(head, np.uint8), None, Prefix(len(head), 0, 0, 0))
+            unpack_message(np.frombuffer(head, np.uint8), None, Prefix(len(head), len(head), 0, 0, 0))
 
 
 @given(st.integers(1, 40), st.data())
