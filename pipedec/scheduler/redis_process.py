@@ -33,7 +33,7 @@ from urllib.parse import quote
 import redis
 
 from pipedec.core.errors import SchedulerLost, UserError
-from pipedec.scheduler.client import OLDEST_SERVER, connect
+from pipedec.scheduler.client import OLDEST_SERVER
 
 START_SECONDS = 10.0
 LOOPBACK = "127.0.0.1"
@@ -99,6 +99,7 @@ class EmbeddedRedis:
         self._password = password or secrets.token_hex(24)
         self.port = 0
         self._process: subprocess.Popen[bytes] | None = None
+        self._client: redis.Redis | None = None  # while it runs
         self._directory, self._deleter = _directory_until_death()
         try:
             self._start()
@@ -126,11 +127,11 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def has_clients(self) -> bool:
-        """Whether a client is connected."""
+        """Whether a client is connected besides its own."""
+        assert self._client is not None
         try:
-            with connect(self.url) as client:
-                info: Any = client.info("clients")
-        except SchedulerLost:
+            info: Any = self._client.info("clients")
+        except redis.RedisError:
             return False
         return int(info["connected_clients"]) > 1
 
@@ -154,6 +155,8 @@ class EmbeddedRedis:
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
+        if self._client is not None:
+            self._client.close()
         if process is not None:
             process.terminate()
             try:
@@ -163,11 +166,12 @@ class EmbeddedRedis:
                 process.wait()
 
     def _check_file(self) -> None:
-        with contextlib.suppress(redis.RedisError), self._client() as client:
-            info: Any = client.info("persistence")
+        assert self._client is not None
+        with contextlib.suppress(redis.RedisError):
+            info: Any = self._client.info("persistence")
             if info["aof_enabled"] and {info["aof_last_write_status"], info["aof_last_bgrewrite_status"]} != {"ok"}:
                 logger.warning("Redis cannot write to %s, and goes on without: should it die, the run ends", self._directory)
-                client.config_set("appendonly", "no")
+                self._client.config_set("appendonly", "no")
 
     def __enter__(self) -> EmbeddedRedis:
         return self
@@ -185,9 +189,10 @@ class EmbeddedRedis:
             else:
                 self.port = self._given_port
                 self._check_port()
+            self._client = redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1)
             with tempfile.TemporaryFile() as log:
                 self._process = self._spawn(log)
-                if self._wait_until_ready(self._process, deadline):
+                if _wait_until_ready(self._client, self._process, deadline):
                     return
                 log.seek(0)
                 last_line = log.read().decode(errors="replace").strip().rsplit("\n", 1)[-1]
@@ -225,19 +230,16 @@ class EmbeddedRedis:
             config.write("\n".join(lines).encode())
         return process
 
-    def _client(self) -> redis.Redis:
-        return redis.Redis.from_url(self.url, protocol=2, socket_connect_timeout=1, socket_timeout=1)
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes], deadline: float) -> bool:
-        """True once the server answers, False if it exits or the deadline passes first."""
-        with self._client() as client:
-            while process.poll() is None and time.monotonic() < deadline:
-                try:
-                    if client.ping():
-                        return True
-                except redis.RedisError:
-                    time.sleep(0.01)
-        return False
+def _wait_until_ready(client: redis.Redis, process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """True once the server answers, False if it exits or the deadline passes first."""
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            if client.ping():
+                return True
+        except redis.RedisError:
+            time.sleep(0.01)
+    return False
 
 
 def _directory_until_death() -> tuple[Path, subprocess.Popen[bytes]]:
