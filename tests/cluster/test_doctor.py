@@ -538,7 +538,7 @@ def test_links_of_three_hosts_are_measured(hosts3: Hosts, pair: Pair, tmp_path: 
         "{host: host-3, device: cpu}]}\n  one: {stages: 2, servers: [host-1]}\n"
     )
     file.write_text(
-        f"target: {pair.target}\nnetwork: {{latency_us: 100000, bandwidth_gbps: 0.1}}\nservers:\n{servers}{partitions}"
+        f"target: {pair.target}\nnetwork: {{latency_us: 100000, bandwidth_gbps: 0.04}}\nservers:\n{servers}{partitions}"
     )
 
     def told(partition: str) -> dict[str, tuple[str, str, str | None]]:
@@ -552,8 +552,7 @@ def test_links_of_three_hosts_are_measured(hosts3: Hosts, pair: Pair, tmp_path: 
         links_of = told("three")
     finally:
         hosts3.speed_up(1)
-    too_slow = [host for host in hosts3.names if "bandwidth" in str(links_of[host][2])]  # a busy machine may add latency anywhere
-    assert links_of["host-2"][0] == "note" and too_slow == ["host-2"]
+    assert [links_of[host][0] for host in hosts3.names] == ["ok", "note", "ok"]
     assert [value.split(":")[0] for _, value, _ in links_of.values()] == ["to host-2", "to host-3", "to host-1"]
     slow = float(links_of["host-2"][1].split()[2])
     assert 0.005 < slow < 0.04 and f"bandwidth_gbps: {slow:g}" in str(links_of["host-2"][2])
