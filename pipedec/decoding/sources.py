@@ -23,7 +23,7 @@ from pipedec.decoding.proposers import (
     Proposals,
     SeenTokens,
     possible,
-)  # fmt: skip
+)
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 

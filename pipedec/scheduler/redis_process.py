@@ -127,10 +127,12 @@ class EmbeddedRedis:
         return self._process is not None and self._process.poll() is None
 
     def has_clients(self) -> bool:
-        """Whether a client is connected besides its own."""
+        """Whether a client is connected besides its own; also if the server is too busy to answer."""
         assert self._client is not None
         try:
             info: Any = self._client.info("clients")
+        except redis.TimeoutError:
+            return True
         except redis.RedisError:
             return False
         return int(info["connected_clients"]) > 1

@@ -1,4 +1,4 @@
-"""How well a draft predicts its target: on the target's own greedy continuations, and on text as the caller measures it."""
+"""How well a draft predicts its target: on the target's own greedy continuations, and on held-out text."""
 
 from __future__ import annotations
 

