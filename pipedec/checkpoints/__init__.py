@@ -21,11 +21,12 @@ from pipedec.checkpoints.parts import (
     part_digests,
     rank_parts,
     span_shapes,
+    stored_tensors,
 )
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
 __all__ = [
     "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "LayerSpan", "StoredTensor", "TensorDigests", "TensorFiles",
     "check_here", "check_trained_for", "combined", "config_digest", "fingerprint", "first_difference", "has_weights",
-    "merged", "part_digests", "rank_parts", "sample_digest", "span_shapes", "weight_files", "weights_digest",
+    "merged", "part_digests", "rank_parts", "sample_digest", "span_shapes", "stored_tensors", "weight_files", "weights_digest",
 ]  # fmt: skip

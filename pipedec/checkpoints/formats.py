@@ -7,7 +7,6 @@ from dataclasses import dataclass
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_BITS = {"int8": 8, "int4": 4}
 QUANTIZED_GROUP = 32  # inputs of an output that share a scale and the weight of 0 in 4 bits
-WIDENED_VALUES = 1 << 26  # weights that a GPU widens at once: with fewer, products are too narrow to fill it
 
 
 @dataclass(frozen=True)

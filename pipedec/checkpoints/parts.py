@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from pipedec.checkpoints.digests import VOCABULARY_FILE, fingerprint, tensor_dig
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape, json_object, model_config
+from pipedec.formats import FileTensor, file_names
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files
 
@@ -59,8 +60,8 @@ class CheckpointPart:
         if not self.spans:
             return []
         config = model_config(self.model)
-        shapes = [span_shapes(config, span, files.file_of) for span in self.spans]
-        return list(dict.fromkeys(name for names in shapes for name in names))
+        stored = [stored_tensors(config, span, files.file_of) for span in self.spans]
+        return list(dict.fromkeys(name for names in stored for name in names))
 
     def files(self) -> list[Path]:
         """The files with these tensors, whether or not they are here. Raises UserError if the checkpoint is damaged."""
@@ -159,8 +160,21 @@ def check_trained_for(bita: Path, target: Path) -> None:
         raise UserError(f"{bita} was trained for another target than {target}: train one for it (pipedec train bita)")
 
 
+def stored_tensors(config: ModelConfig, span: LayerSpan, known: Collection[str] = ()) -> dict[str, FileTensor]:
+    """What the files of a checkpoint hold of these tensors, by name. Of what a checkpoint may lack, what it has.
+
+    ``known`` are the checkpoint's tensors.
+    """
+    return {
+        stored: tensor
+        for name, shape in span_shapes(config, span, known).items()
+        for stored, tensor in file_names(name, config.formats.of(name, shape, known), shape).items()
+        if stored in known or not tensor.is_optional
+    }
+
+
 def span_shapes(config: ModelConfig, span: LayerSpan, known: Iterable[str] = ()) -> dict[str, Shape]:
-    """Name and shape of every tensor that a stage needs, in the order of the model.
+    """Name and shape of every tensor of the model that a stage needs, in its order.
 
     ``known`` are the checkpoint's tensors: if the head is tied and not among them, the last stage needs the embedding.
     """

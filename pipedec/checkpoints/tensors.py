@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.core.errors import UserError
+from pipedec.formats import DTYPE_BITS
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ITEM_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8}
 _MAX_HEADER_BYTES = 100_000_000
 
 Shape = tuple[int, ...]
@@ -136,6 +136,6 @@ def read_header(file: Path) -> list[StoredTensor]:
 
 def _place(name: str, file: Path, begin: int, dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTensor:
     first, last = data_offsets
-    if first < 0 or (dtype in ITEM_BITS and 8 * (last - first) != math.prod(shape) * ITEM_BITS[dtype]):
+    if first < 0 or (dtype in DTYPE_BITS and 8 * (last - first) != math.prod(shape) * DTYPE_BITS[dtype]):
         raise ValueError(f"{last - first} bytes for {dtype} {shape}")
     return StoredTensor(name, file, dtype, tuple(shape), begin + first, last - first)

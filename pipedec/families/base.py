@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from pipedec.families.parts import Decoder, RMSNorm
 from pipedec.families.shapes import LayerShape, Shape
+from pipedec.formats import ALL_PLAIN, Formats
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
 
@@ -30,6 +31,7 @@ class ModelConfig(ABC):
     Attributes:
         max_position_embeddings: length of the sequences that the model was trained with; see ``context_length``.
         eos_token_id: tokens that end an answer; ``generation_config.json`` takes precedence.
+        formats: how its weights are stored.
         location: the directory of ``config.json``; empty for a model without files.
     """
 
@@ -40,6 +42,7 @@ class ModelConfig(ABC):
     tie_word_embeddings: bool = False
     max_position_embeddings: Size = 2048
     eos_token_id: int | list[int] | None = None
+    formats: Formats = field(default=ALL_PLAIN, compare=False, repr=False)
     location: str = field(default="", compare=False, repr=False)
 
     @property

@@ -9,7 +9,7 @@ from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
-from pipedec.model.matrices import rounded
+from pipedec.model.formats import rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
 from pipedec.model.weights import Checkpoint

@@ -5,7 +5,7 @@ Shapes as in ``stage_model``; X outputs of the fused projections of queries, key
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
@@ -14,30 +14,31 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.core.errors import UserError
-from pipedec.families import Activation, Decoder, DecoderConfig, LayerShape, Linear, Part, RMSNorm
+from pipedec.families import Activation, Decoder, DecoderConfig, LayerShape, Linear, Part, RMSNorm, Shape
+from pipedec.formats import Format
 from pipedec.model.attention import Rows
-from pipedec.model.matrices import Int8Matrix, Matrix, Products, prepared
+from pipedec.model.matrices import Matrix, Products
 from pipedec.model.rotary import CosSin, Rotary, rotate
-from pipedec.model.stage_layers import Progress, StageLayers, Storage, looked_up
-from pipedec.model.weights import Checkpoint
+from pipedec.model.stage_layers import Progress, StageLayers, Storage
+from pipedec.model.weights import Checkpoint, Target
 
 
 class DecoderLayers(StageLayers):
-    """See ``StageLayers``. The layers are made when they are read."""
+    """See ``StageLayers``. The layers, embedding and head are made when they are read."""
+
+    config: DecoderConfig
 
     def __init__(self, config: DecoderConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
-        self._config = config
         self._rotary = Rotary(config, storage.dtype, storage.device)
         self._decoders: list[Decoder] = []
-        table = config.vocab_size, config.hidden_size
-        self._embedding_VE = storage.table(*table) if self.is_first else None
+        self._embedding_VE: Matrix | None = None
         self._norm = _BoundNorm(config.final_norm, storage) if self.is_last else None
-        self._head_VE: Matrix | None = storage.table(*table) if self.is_last else None
+        self._head_VE: Matrix | None = None
 
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
         embedding_VE = self._embedding_VE
-        hidden_RE = inputs if embedding_VE is None else self.embedded(inputs, partial(looked_up, embedding_VE))
+        hidden_RE = inputs if embedding_VE is None else self.embedded(inputs, embedding_VE.rows)
         cos_sin = self._rotary.cos_sin(rows.positions, rows.lengths)
         for index, decoder in enumerate(self._decoders):
             hidden_RE = decoder.forward(hidden_RE, RotaryHeads(self.shape.layers[index], index, cos_sin, rows))
@@ -49,35 +50,39 @@ class DecoderLayers(StageLayers):
 
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """A layer's matrices are packed as soon as they are complete, and the next ones take the memory that this leaves."""
-        config, numbers = self._config, count(1)
-        head_tensors = config.head_tensors(checkpoint.names)
-        if self.is_first and self.is_last and head_tensors.keys() == config.embedding_tensors().keys():
-            self._head_VE = self._embedding_VE
-        edges: dict[str, Matrix] = {}
-        for tensors, table in ((config.embedding_tensors(), self._embedding_VE), (head_tensors, self._head_VE)):
-            edges |= {} if table is None else dict.fromkeys(tensors, table)
+        config, numbers = self.config, count(1)
+        embedding, head = config.embedding_tensors(), config.head_tensors(checkpoint.names)
+        is_shared = self.is_first and self.is_last and head.keys() == embedding.keys()
+        edges: dict[str, Target] = {}
+        if self.is_first:
+            self._embedding_VE = self.table(checkpoint, embedding)
+            edges |= dict.fromkeys(embedding, self._embedding_VE)
+        if self.is_last:
+            self._head_VE = self._embedding_VE if is_shared else self.table(checkpoint, head)
+            assert self._head_VE is not None
+            edges |= dict.fromkeys(head, self._head_VE)
         if self._norm is not None:
             edges |= self._norm.targets("")
         total = len(edges) + sum(len(config.layer_tensors(layer)) for layer in self.layers)
         read = partial(checkpoint.read_into, progress=lambda: progress(next(numbers), total))
         read(edges)
         for layer in self.layers:
-            decoder = config.decoder(layer).bound(partial(_bound, storage=self.storage, products=self.products))
+            prefix = f"model.layers.{layer}."
+            format_of = partial(checkpoint.format_of, config)
+            decoder = config.decoder(layer).bound(partial(_bound, layers=self, prefix=prefix, format_of=format_of))
             parts = _weighted(decoder)
-            read({name: target for part in parts for name, target in part.targets(f"model.layers.{layer}.").items()})
+            read({name: target for part in parts for name, target in part.targets(prefix).items()})
             for part in parts:
                 part.prepare()
             self._decoders.append(decoder)
-        if isinstance(self._embedding_VE, Int8Matrix):
-            self._embedding_VE.seal()
         if self._head_VE is not None:
-            self._head_VE = prepared(self._head_VE)
+            self._head_VE = self._head_VE.prepared(keeps_rows=is_shared)
 
-    def weights(self) -> list[Matrix]:
+    def tensors(self) -> list[Tensor]:
         parts = [part for decoder in self._decoders for part in _weighted(decoder)]
         parts += [] if self._norm is None else [self._norm]
         tables = [table for table in (self._embedding_VE, self._head_VE) if table is not None]
-        return [*(weight for part in parts for weight in part.weights()), *tables]
+        return [*(tensor for part in parts for tensor in part.held()), *(tensor for table in tables for tensor in table.tensors())]
 
 
 class RotaryHeads:
@@ -115,10 +120,10 @@ class _BoundNorm(Part):
     def prepare(self) -> None:
         """A vector is kept as it is."""
 
-    def weights(self) -> list[Matrix]:
+    def held(self) -> list[Tensor]:
         return [self._weight_X]
 
-    def targets(self, prefix: str) -> dict[str, Matrix]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         """Where the tensors of a checkpoint are read to, by name."""
         return {prefix + name: self._weight_X for name in self._part.tensors()}
 
@@ -126,9 +131,9 @@ class _BoundNorm(Part):
 class _BoundLinear(Part):
     """Linear maps with their weights."""
 
-    def __init__(self, part: Linear, storage: Storage, products: Products) -> None:
+    def __init__(self, part: Linear, storage: Storage, products: Products, formats: Sequence[Format]) -> None:
         self._part, self._products = part, products
-        self._matrix: Matrix = storage.matrix(sum(part.outputs), part.inputs)
+        self._matrix = storage.matrix(formats, part.outputs, part.inputs)
         self._bias = storage.empty(sum(part.outputs)) if part.has_bias else None
 
     @property
@@ -139,17 +144,17 @@ class _BoundLinear(Part):
         return self._products(rows, self._matrix, self._bias)
 
     def prepare(self) -> None:
-        """Pack or seal the matrix, when its weights have been read."""
-        self._matrix = prepared(self._matrix)
+        """See ``Matrix.prepared``."""
+        self._matrix = self._matrix.prepared()
 
-    def weights(self) -> list[Matrix]:
-        return [self._matrix] if self._bias is None else [self._matrix, self._bias]
+    def held(self) -> list[Tensor]:
+        return self._matrix.tensors() + ([] if self._bias is None else [self._bias])
 
-    def targets(self, prefix: str) -> dict[str, Matrix]:
+    def targets(self, prefix: str) -> dict[str, Target]:
         """Where the tensors of a checkpoint are read to, by name: slices of the fused ones."""
         names, sizes = self._part.names, list(self.outputs)
         weights = zip(names, self._matrix.split(sizes), strict=True)
-        targets: dict[str, Matrix] = {f"{prefix}{name}.weight": weight for name, weight in weights}
+        targets: dict[str, Target] = {f"{prefix}{name}.weight": weight for name, weight in weights}
         if self._bias is not None:
             biases = zip(names, self._bias.split(sizes), strict=True)
             targets |= {f"{prefix}{name}.bias": bias for name, bias in biases}
@@ -176,12 +181,13 @@ def activation(name: str) -> Callable[[Tensor], Tensor]:
     return function
 
 
-def _bound(part: Part, storage: Storage, products: Products) -> Part:
+def _bound(part: Part, layers: DecoderLayers, prefix: str, format_of: Callable[[str, Shape], Format]) -> Part:
     """The part with weights, which are not initialized."""
     if isinstance(part, RMSNorm):
-        return _BoundNorm(part, storage)
+        return _BoundNorm(part, layers.storage)
     if isinstance(part, Linear):
-        return _BoundLinear(part, storage, products)
+        formats = [format_of(prefix + name, shape) for name, shape in part.tensors().items() if name.endswith(".weight")]
+        return _BoundLinear(part, layers.storage, layers.products, formats)
     assert isinstance(part, Activation)
     return _BoundActivation(part.name)
 

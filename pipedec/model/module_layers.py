@@ -26,24 +26,28 @@ from pipedec.families import Shape
 from pipedec.families.base import rope_type
 from pipedec.families.transformers import ATTENTION, TransformersConfig, skeleton, stated_config
 from pipedec.model.attention import LatentAttention, Rows
-from pipedec.model.matrices import Int8Matrix, Matrix, Products, prepared
+from pipedec.model.matrices import Matrix, Products
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
-from pipedec.model.weights import Checkpoint
+from pipedec.model.weights import Checkpoint, Target
 
 
 class ModuleLayers(StageLayers):
     """See ``StageLayers``. Memory for the weights is allocated when they are read."""
 
+    config: TransformersConfig
+
     def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         _register()
         self.can_capture = "dynamic" not in map(rope_type, config.ropes)
-        self._config, self._names = config, config.names
-        self._embedding_VE: Int8Matrix | None = None  # if it is quantized; else it is in its module
+        self._names = config.names
+        self._stored = {place: name for name, place in config.places.items()}
+        self._embedding_VE: Matrix | None = None
         self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
         self._model, self._normed = getattr(self._causal, self._names.base), _Normed()
         setattr(self._causal, self._names.base, self._normed)
         self._embed, self._norm = self._module(self._names.embedding), self._module(self._names.norm)
+        self._embed.padding_idx = None  # which need not be one of the rows of a step
         self._replace(self._names.norm, nn.Identity())
         stack = self._module(self._names.layers)
         for number, layer in enumerate(stack):
@@ -80,7 +84,7 @@ class ModuleLayers(StageLayers):
         return logits_1RV[0]
 
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        config, numbers = self._config, count(1)
+        config, numbers = self.config, count(1)
         head = config.head_tensors(checkpoint.names)
         shares_embedding = self.is_first and not config.embedding_tensors().keys().isdisjoint(head)
         groups = [config.embedding_tensors()] * self.is_first + [config.layer_tensors(layer) for layer in self.layers]
@@ -88,25 +92,25 @@ class ModuleLayers(StageLayers):
         own_head = {name: shape for name, shape in head.items() if not (shares_embedding and name.endswith(".weight"))}
         total = sum(map(len, groups)) + len(own_head) * self.is_last
         for tensors in groups:
-            checkpoint.read_into(self._allocated(tensors), lambda: progress(next(numbers), total))
+            checkpoint.read_into(self._allocated(tensors, checkpoint), lambda: progress(next(numbers), total))
             self._prepare(tensors)
         if self.is_last:
-            table = self._embedding() if shares_embedding else self.storage.table(config.vocab_size, config.hidden_size)
+            table = cast(Matrix, self._embedding_VE) if shares_embedding else self.table(checkpoint, head)
             bias = self.storage.empty(config.vocab_size) if len(head) > 1 else None
             checkpoint.read_into(
                 {name: cast(Tensor, bias) if name.endswith(".bias") else table for name in own_head},
                 lambda: progress(next(numbers), total),
             )
             matrix = _Matrix(self.products, table, bias)
-            matrix.prepare()
+            matrix.prepare(keeps_rows=shares_embedding)
             self._causal.set_submodule(self._names.head, _Product(matrix))
 
-    def weights(self) -> list[Matrix]:
+    def tensors(self) -> list[Tensor]:
         modules = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
         matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
-        weights = [weight for matrix in matrices.values() for weight in matrix.weights()]
-        weights += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
-        return weights if self._embedding_VE is None else [*weights, self._embedding_VE]
+        found = [tensor for matrix in matrices.values() for tensor in matrix.tensors()]
+        found += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
+        return found if self._embedding_VE is None else [*found, *self._embedding_VE.tensors()]
 
     # What the modules call
 
@@ -130,60 +134,54 @@ class ModuleLayers(StageLayers):
 
     def _looked_up(self, token_ids_R: Tensor) -> Tensor:
         """By the model's own module, which may scale embeddings."""
-        embedded: Tensor
-        if self._embedding_VE is None:
-            embedded = self._embed(token_ids_R)
-            return embedded
+        assert self._embedding_VE is not None
         rows_RE = self._embedding_VE.rows(token_ids_R)
+        embedded: Tensor
         embedded = functional_call(self._embed, {"weight": rows_RE}, (torch.arange(len(rows_RE), device=rows_RE.device),))
         return embedded
 
-    def _embedding(self) -> Tensor | Int8Matrix:
-        weight: Tensor = self._embed.weight
-        return weight if self._embedding_VE is None else self._embedding_VE
-
-    def _allocated(self, tensors: Mapping[str, Shape]) -> dict[str, Matrix]:
+    def _allocated(self, tensors: Mapping[str, Shape], checkpoint: Checkpoint) -> dict[str, Target]:
         """Memory for weights, in their modules: linear maps are replaced by products."""
-        targets: dict[str, Matrix] = {}
+        targets: dict[str, Target] = {}
         for name, shape in tensors.items():
-            path, _, own = self._config.places[name].rpartition(".")
+            path, _, own = self.config.places[name].rpartition(".")
             module = self._norm if path == self._names.norm else self._module(path)
             if type(module) is nn.Linear:
-                self._fuse(path)
+                self._fuse(path, checkpoint)
                 module = self._module(path)
             if isinstance(module, _Product):
                 targets[name] = module.matrix.targets(module.index)[own]
-            elif module is self._embed and self.storage.quantize is not None:
-                targets[name] = self._embedding_VE = cast(Int8Matrix, self.storage.table(*shape))
+            elif module is self._embed and len(shape) == 2:
+                targets[name] = self._embedding_VE = self.table(checkpoint, tensors)
             else:
                 targets[name] = tensor = self.storage.empty(*shape)
                 is_buffer = own in dict(module.named_buffers(recurse=False))
                 setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
         return targets
 
-    def _fuse(self, path: str) -> None:
+    def _fuse(self, path: str, checkpoint: Checkpoint) -> None:
         """Replace a linear map, and those that take the same rows, by products with one matrix."""
         parent, _, own = path.rpartition(".")
-        group = next((group for group in self._config.fused if own in group), (own,))
+        group = next((group for group in self.config.fused if own in group), (own,))
         linears = [self._module(f"{parent}.{name}") for name in group]
         if len({linear.bias is None for linear in linears}) > 1:
             group, linears = (own,), [self._module(path)]
-        sizes, storage = [linear.out_features for linear in linears], self.storage
-        bias = None if linears[0].bias is None else storage.empty(sum(sizes))
-        matrix = _Matrix(self.products, storage.matrix(sum(sizes), linears[0].in_features), bias, sizes)
+        sizes, inputs = [linear.out_features for linear in linears], linears[0].in_features
+        stored = [self._stored[f"{parent}.{name}.weight"] for name in group]
+        formats = [checkpoint.format_of(self.config, name, (size, inputs)) for name, size in zip(stored, sizes, strict=True)]
+        bias = None if linears[0].bias is None else self.storage.empty(sum(sizes))
+        matrix = _Matrix(self.products, self.storage.matrix(formats, sizes, inputs), bias, sizes)
         for index, name in enumerate(group):
             self._replace(f"{parent}.{name}", _Product(matrix, index))
 
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
-        """Pack or seal the matrices among weights that have been read."""
-        paths = dict.fromkeys(self._config.places[name].rpartition(".")[0] for name in tensors)
+        """Prepare the matrices among weights that have been read."""
+        paths = dict.fromkeys(self.config.places[name].rpartition(".")[0] for name in tensors)
         modules = [self._norm if path == self._names.norm else self._module(path) for path in paths]
         for matrix in {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}.values():
             matrix.prepare()
         for module in modules:
             _compute_norm_at_once(module)
-        if self._embedding_VE is not None and self._config.embedding_tensors() == tensors:
-            self._embedding_VE.seal()
 
     def _module(self, path: str) -> Any:
         """The module with this path in the whole model."""
@@ -231,14 +229,14 @@ class _Matrix:
         found = self._products(rows.reshape(-1, rows.shape[-1]), self.weight, self.bias)
         return found.view(*rows.shape[:-1], -1)
 
-    def prepare(self) -> None:
-        """Pack or seal it, when its weights have been read."""
-        self.weight = prepared(self.weight)
+    def prepare(self, keeps_rows: bool = False) -> None:
+        """See ``Matrix.prepared``."""
+        self.weight = self.weight.prepared(keeps_rows)
 
-    def weights(self) -> list[Matrix]:
-        return [self.weight] if self.bias is None else [self.weight, self.bias]
+    def tensors(self) -> list[Tensor]:
+        return self.weight.tensors() + ([] if self.bias is None else [self.bias])
 
-    def targets(self, index: int) -> dict[str, Matrix]:
+    def targets(self, index: int) -> dict[str, Target]:
         """Where the tensors of one of the linear maps are read to: ``weight`` and ``bias``."""
         weight = self.weight.split(self._sizes)[index]
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": self.bias.split(self._sizes)[index]}

@@ -6,21 +6,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.families import ModelConfig
+from pipedec.families import ModelConfig, Shape
 from pipedec.model.attention import LayersShape, Rows
-from pipedec.model.matrices import EMPTY_MATRICES, Int8Matrix, Matrix, Products
+from pipedec.formats import ROUNDED, Format
+from pipedec.model.formats import empty_matrix, stacked
+from pipedec.model.matrices import Matrix, Products
 from pipedec.model.weights import Checkpoint
 from pipedec.tree import is_mask
 
 Progress = Callable[[int, int], None]  # called with (tensors read, tensors in total) after each tensor
-Table = Tensor | Int8Matrix  # an embedding or a head
 
 
 @dataclass(frozen=True)
@@ -40,24 +41,25 @@ class Storage:
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def matrix(self, outputs: int, inputs: int) -> Matrix:
-        """A matrix without values. Raises UserError if its sizes do not allow ``quantize``."""
-        if self.quantize is None:
-            return self.empty(outputs, inputs)
-        return EMPTY_MATRICES[self.quantize](outputs, inputs, self.dtype, self.device)
+    def matrix(self, formats: Sequence[Format], outputs: Sequence[int], inputs: int) -> Matrix:
+        """Matrices one below the other, without values, which lie in the checkpoint in these formats. Raises UserError if the sizes
+        do not allow a format, or ``quantize``.
+        """
+        if self.quantize is not None:
+            formats = [ROUNDED[self.quantize]] * len(formats)
+        return stacked(formats, outputs, inputs, self.dtype, self.device)
 
-    def table(self, outputs: int, inputs: int) -> Table:
+    def table(self, format: Format, outputs: int, inputs: int) -> Matrix:
         """An embedding or a head without values."""
-        if self.quantize is None:
-            return self.empty(outputs, inputs)
-        return Int8Matrix.empty(outputs, inputs, self.dtype, self.device)
+        return empty_matrix(format if self.quantize is None else ROUNDED["int8"], outputs, inputs, self.dtype, self.device)
 
 
 class StageLayers(ABC):
     """The layers of one stage; their weights are not initialized until they are read.
 
     Attributes:
-        layers: which layers of the model.
+        config: of the whole model.
+        layers: which layers of it.
         is_first, is_last: whether the stage holds the embedding; the final norm and the head.
         shape: of the layers' attention.
         products: the products with their matrices.
@@ -68,7 +70,7 @@ class StageLayers(ABC):
     can_capture = True
 
     def __init__(self, config: ModelConfig, layers: range, storage: Storage) -> None:
-        self.layers, self.storage = layers, storage
+        self.config, self.layers, self.storage = config, layers, storage
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_hidden_layers
         self.shape = LayersShape(config.layers[layers.start : layers.stop], config.hidden_size, storage.dtype)
@@ -80,13 +82,9 @@ class StageLayers(ABC):
         """Size of the weights in bytes; a tied head that shares the embedding counts once, unless it is packed."""
         return sum({id(tensor): tensor.nbytes for tensor in self.tensors()}.values())
 
-    def tensors(self) -> list[Tensor]:
-        """All weights, as they are kept in memory."""
-        return [tensor for weight in self.weights() for tensor in ([weight] if isinstance(weight, Tensor) else weight.tensors())]
-
     @abstractmethod
-    def weights(self) -> list[Matrix]:
-        """All of them; one may occur twice."""
+    def tensors(self) -> list[Tensor]:
+        """All weights, as they are kept in memory; one may occur twice."""
 
     @abstractmethod
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
@@ -109,7 +107,7 @@ class StageLayers(ABC):
         masks_RE = functional.embedding((-1 - token_ids_R).clamp(min=0), self.mask_embeddings)
         return torch.where(is_mask(token_ids_R)[:, None], masks_RE, embed(token_ids_R.clamp(min=0)))
 
-
-def looked_up(table_VE: Table, token_ids_R: Tensor) -> Tensor:
-    """Rows of an embedding, [R, E]."""
-    return functional.embedding(token_ids_R, table_VE) if isinstance(table_VE, Tensor) else table_VE.rows(token_ids_R)
+    def table(self, checkpoint: Checkpoint, tensors: Mapping[str, Shape]) -> Matrix:
+        """Memory for the embedding or the head, of which ``tensors`` has the ``weight``."""
+        name, shape = next((name, shape) for name, shape in tensors.items() if len(shape) == 2)
+        return self.storage.table(checkpoint.format_of(self.config, name, shape), *shape)

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape
-from pipedec.model.matrices import Matrix
+from pipedec.formats import PLAIN, FileTensor, Format, file_names
+from pipedec.model.matrices import DenseMatrix, Matrix
 
-FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
-CHUNK = 1 << 20  # values that are de-quantised at once
+CHUNK_VALUES = 1 << 22  # weights that are read at once, if their format allows that
+_CHUNK_STEP = 128  # outputs: parts of a matrix begin at a multiple of it
+
+Target = Tensor | Matrix  # a tensor that is no matrix of a linear map, or such a matrix
 
 
 class Checkpoint:
@@ -38,6 +42,13 @@ class Checkpoint:
         """The names of all tensors."""
         return self._files.file_of.keys()
 
+    def format_of(self, config: ModelConfig, name: str, shape: Shape) -> Format:
+        """How a tensor of the model lies in the checkpoint. Raises UserError if the sizes or types of what is there do not suit."""
+        format = config.formats.of(name, shape, self.names)
+        prefix, places = name.removesuffix("weight"), self._files.places
+        found = {one.removeprefix(prefix): places[one].dtype for one in file_names(name, format, shape) if one in places}
+        return format.resolved(found)
+
     def check_complete(self, config: ModelConfig, is_part: bool = False) -> None:
         """Check that the checkpoint holds every tensor of the model with its shape, and no others.
 
@@ -49,11 +60,15 @@ class Checkpoint:
         """
         files = self._files
         whole = LayerSpan(range(config.num_hidden_layers), first=True, last=True)
-        expected = span_shapes(config, whole, files.file_of)
         elsewhere = files.file_of.keys() - files.places.keys() if is_part else set()
-        for name, shape in expected.items():
-            if name not in elsewhere:
-                self.check_tensor(name, shape)
+        expected: set[str] = set()
+        for name, shape in span_shapes(config, whole, files.file_of).items():
+            format = self.format_of(config, name, shape)
+            stored = file_names(name, format, shape)
+            for one, tensor in stored.items():
+                if one not in elsewhere and not (tensor.is_optional and one not in self):
+                    self.check_tensor(one, tensor)
+            expected |= stored.keys() | {name.removesuffix("weight") + suffix for suffix in format.unused}
         for name in files.file_of:
             if name not in expected and not config.ignores(name):
                 raise UserError(
@@ -61,20 +76,28 @@ class Checkpoint:
                     "config.json and the weights do not belong together"
                 )
 
-    def check_tensor(self, name: str, shape: Shape) -> None:
-        """Raises UserError, with the expected and actual shape, unless the checkpoint has such a floating-point tensor."""
+    def check_tensor(self, name: str, expected: FileTensor) -> None:
+        """Raises UserError, with the expected and actual shape, unless the checkpoint has such a tensor."""
         self._files.check_here([name])
         place = self._files.places[name]
-        if self._files.gguf is None and place.dtype not in FLOAT_DTYPES:
-            raise UserError(f"{place.file}: tensor {name} has dtype {place.dtype}; use an unquantized checkpoint")
-        if place.shape != shape:
-            raise UserError(f"{place.file}: tensor {name} has shape {list(place.shape)}, but config.json asks for {list(shape)}")
+        if place.dtype not in expected.dtypes and not self._is_widened(place.dtype, expected):
+            known = " or ".join(expected.dtypes)
+            what = "use an unquantized checkpoint" if expected == PLAIN.tensors(expected.shape)["weight"] else f"not {known}"
+            raise UserError(f"{place.file}: tensor {name} has dtype {place.dtype}; {what}")
+        if place.shape != expected.shape:
+            raise UserError(
+                f"{place.file}: tensor {name} has shape {list(place.shape)}, but config.json asks for {list(expected.shape)}"
+            )
 
-    def read_into(self, targets: Mapping[str, Matrix], progress: Callable[[], None] | None = None) -> None:
+    def _is_widened(self, dtype: str, expected: FileTensor) -> bool:
+        """Whether a tensor of a GGUF file is de-quantised where a plain one is asked for."""
+        return self._files.gguf is not None and "F32" in expected.dtypes
+
+    def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         """Copy tensors to their destinations (which may be views), converting to their dtype and device.
 
-        The file is mapped again for every tensor, so that apart from the targets at most one tensor is resident; of a GGUF file
-        at most some of its rows.
+        The file is mapped again for every part of a tensor, so that apart from the targets at most one part is resident; of a GGUF
+        file at most some of its rows.
 
         Args:
             targets: by name; their shapes are the expected ones.
@@ -83,24 +106,44 @@ class Checkpoint:
         Raises:
             UserError: a tensor is missing, or has the wrong shape or dtype.
         """
+        stored = {name: file_names(name, _format(target), tuple(target.shape)) for name, target in targets.items()}
+        for tensors in stored.values():
+            for one, tensor in tensors.items():
+                if not (tensor.is_optional and one not in self):
+                    self.check_tensor(one, tensor)
         for name, target in targets.items():
-            self.check_tensor(name, tuple(target.shape))
-        for name, target in targets.items():
-            self._copy(name, target)
+            self._fill(name.removesuffix("weight"), target, stored[name])
             if progress is not None:
                 progress()
 
-    def _copy(self, name: str, target: Matrix) -> None:
+    def _fill(self, prefix: str, target: Target, stored: Mapping[str, FileTensor]) -> None:
+        """Part by part."""
+        here = {name: tensor for name, tensor in stored.items() if name in self}
+        if isinstance(target, Tensor) and target.dim() == 2:
+            target = DenseMatrix(target)
+        if isinstance(target, Tensor):
+            ((name, tensor),) = here.items()
+            target.copy_(self._read(name, tensor, slice(0, target.shape[0]) if target.shape else None))
+            return
+        outputs, inputs = target.shape
+        step = max(CHUNK_VALUES // inputs // _CHUNK_STEP, 1) * _CHUNK_STEP
+        for first in range(0, outputs, step):
+            part = slice(first, min(first + step, outputs))
+            found = {name.removeprefix(prefix): self._read(name, tensor, part) for name, tensor in here.items()}
+            target[part].fill(found)
+
+    def _read(self, name: str, tensor: FileTensor, outputs: slice | None) -> Tensor:
+        """The part of a tensor that belongs to some outputs; a tensor without dimensions as a whole."""
         file, index = self._files.file_of[name], self._files.gguf
-        if index is None:
-            try:
-                with safe_open(str(file), framework="pt") as opened:
-                    target.copy_(opened.get_tensor(name))
-            except SafetensorError as error:
-                raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
-        elif len(target.shape) < 2:
-            target.copy_(torch.from_numpy(index.read(name)))
-        else:
-            rows = max(CHUNK // target.shape[1], 1)
-            for first in range(0, target.shape[0], rows):
-                target[first : first + rows].copy_(torch.from_numpy(index.read(name, first, first + rows)))
+        if index is not None:
+            rows = () if outputs is None or len(tensor.shape) < 2 else (outputs.start, outputs.stop)
+            return torch.from_numpy(index.read(name, *rows))
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                return opened.get_tensor(name) if outputs is None else opened.get_slice(name)[tensor.places(outputs)]
+        except SafetensorError as error:
+            raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+
+
+def _format(target: Target) -> Format:
+    return target.format if isinstance(target, Matrix) else PLAIN

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipedec.checkpoints.formats import WIDENED_VALUES, WeightFormat
+from pipedec.checkpoints.formats import WeightFormat
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
 from pipedec.families import ModelConfig
+from pipedec.formats import WIDENED_VALUES
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
 from pipedec.plan.roofline import PassTime, pass_time
 

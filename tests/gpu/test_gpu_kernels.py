@@ -14,9 +14,10 @@ from support.flash_stand_in import flash_attn_varlen_func
 from support.random_requests import Requests
 from torch import Tensor
 
+from pipedec.formats import ROUNDED
 from pipedec.model import StageModel, device_capture
 from pipedec.model.flash_lanes import flash_attention, flash_kernel
-from pipedec.model.matrices import EMPTY_MATRICES, linear, rounded
+from pipedec.model.formats import empty_matrix, rounded
 
 LAYERS = range(1, 4)
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -97,9 +98,8 @@ def test_quantised_products_are_those_of_the_rounded_matrix(device: str, kind: s
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(96, 256, generator=generator) * 0.1
     inputs = torch.randn(rows, 256, generator=generator)
-    matrix = EMPTY_MATRICES[kind](*weight.shape, dtype, torch.device(device))
-    matrix.copy_(weight.to(device, dtype))
-    matrix.seal()
+    matrix = empty_matrix(ROUNDED[kind], *weight.shape, dtype, torch.device(device))
+    matrix.fill({"weight": weight.to(device, dtype)})
     expected = inputs.to(dtype).double() @ rounded(weight.to(dtype), kind).double().T
-    found = linear(inputs.to(device, dtype), matrix, None)
+    found = matrix.prepared().linear(inputs.to(device, dtype))
     torch.testing.assert_close(found.double().cpu(), expected, atol=40 * BOUNDS[dtype] * 0.1, rtol=BOUNDS[dtype])

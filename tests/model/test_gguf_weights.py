@@ -23,7 +23,7 @@ from pipedec.families import model_config
 from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint
-from pipedec.model.weights import CHUNK
+from pipedec.model.weights import CHUNK_VALUES
 from pipedec.verify.reference import load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -96,7 +96,7 @@ def test_values_are_cast_only_once(tmp_path):
 
 def test_a_matrix_is_read_in_slices_of_rows(tmp_path):
     """The embedding has more values than are de-quantised at once."""
-    save_tiny("llama", tmp_path / "source", layers=1, hidden=64, vocab=CHUNK // 64 + 100)
+    save_tiny("llama", tmp_path / "source", layers=1, hidden=64, vocab=CHUNK_VALUES // 64 + 100)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source")
     whole = load_file(tmp_path / "source" / "model.safetensors")
     for name, values in read(file).items():

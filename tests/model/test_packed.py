@@ -14,7 +14,7 @@ from pipedec.core.limits import KNEE_ROWS
 from pipedec.directories import reference_pair
 from pipedec.families import model_config
 from pipedec.model import KVCache, LaneRows, StageModel
-from pipedec.model.matrices import PADDED_ROWS, SMALLEST_PACKED, linear, pack
+from pipedec.model.matrices import PADDED_ROWS, SMALLEST_PACKED, DenseMatrix
 
 TARGET = reference_pair() / "target"
 ONEDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
@@ -29,29 +29,29 @@ def a_matrix(outputs: int, inputs: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 2, 17, KNEE_ROWS, 300])
 def test_values_are_those_of_plain_products(outputs: int, inputs: int, rows: int) -> None:
     weight, bias, values = a_matrix(outputs, inputs), a_matrix(1, outputs)[0], a_matrix(rows, inputs, seed=1)
-    packed = pack(weight)
-    assert packed.is_mkldnn
+    packed = DenseMatrix(weight).prepared()
+    assert packed.weight_NK.is_mkldnn
     for given in (None, bias):
         exact = functional.linear(values.double(), weight.double(), None if given is None else given.double())
-        torch.testing.assert_close(linear(values, packed, given).double(), exact, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(packed.linear(values, given).double(), exact, rtol=1e-5, atol=1e-4)
     strided = torch.cat((values, values), dim=1)[:, :inputs]
-    assert torch.equal(linear(strided, packed), linear(values, packed))
+    assert torch.equal(packed.linear(strided), packed.linear(values))
 
 
 @ONEDNN
 def test_a_row_of_many_does_not_depend_on_their_number() -> None:
     """What ``pad_rows`` needs, on the CPUs that were measured."""
-    values, packed = a_matrix(64, 512, seed=1), pack(a_matrix(1024, 512))
-    whole = linear(values, packed)
-    assert all(torch.equal(linear(values[:rows], packed), whole[:rows]) for rows in range(PADDED_ROWS, 64))
+    values, packed = a_matrix(64, 512, seed=1), DenseMatrix(a_matrix(1024, 512)).prepared()
+    whole = packed.linear(values)
+    assert all(torch.equal(packed.linear(values[:rows]), whole[:rows]) for rows in range(PADDED_ROWS, 64))
 
 
 def test_small_matrices_and_other_types_stay_as_they_are() -> None:
-    small = a_matrix(SMALLEST_PACKED // 64 - 1, 64)
-    assert pack(small) is small
+    small = DenseMatrix(a_matrix(SMALLEST_PACKED // 64 - 1, 64))
+    assert small.prepared() is small
     for dtype in (torch.float64, torch.bfloat16):
-        other = a_matrix(512, 512).to(dtype)
-        assert pack(other) is other
+        other = DenseMatrix(a_matrix(512, 512).to(dtype))
+        assert other.prepared() is other
 
 
 @ONEDNN

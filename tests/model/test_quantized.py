@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipedec.checkpoints.formats import WeightFormat
 from pipedec.core.errors import UserError
 from pipedec.families import ModelImpl, model_by_name, model_config
-from pipedec.model import LaneRows, StageModel, matrices
-from pipedec.model.matrices import EMPTY_MATRICES, Int4Matrix, QuantizedMatrix, rounded
+from pipedec.formats import ROUNDED
+from pipedec.model import LaneRows, StageModel
+from pipedec.model.formats import base, empty_matrix, packing, rounded
+from pipedec.model.formats.rounded import Int4Matrix, RoundedMatrix
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
@@ -30,9 +32,15 @@ def random_weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) * 0.1 + 0.02
 
 
-def filled(kind: str, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
-    matrix = EMPTY_MATRICES[kind](*weight.shape, dtype, torch.device("cpu"))
-    matrix.copy_(weight)
+def filled(kind: str, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> RoundedMatrix:
+    matrix = empty(kind, weight, dtype)
+    matrix.fill({"weight": weight})
+    return matrix
+
+
+def empty(kind: str, weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> RoundedMatrix:
+    matrix = empty_matrix(ROUNDED[kind], *weight.shape, dtype, weight.device)
+    assert isinstance(matrix, RoundedMatrix)
     return matrix
 
 
@@ -60,16 +68,16 @@ def test_weights_on_the_grid_are_kept_and_equal_weights_too(kind: str) -> None:
         torch.testing.assert_close(rounded(torch.full((16, 64), constant), kind), torch.full((16, 64), constant))
 
 
-@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_product_is_that_with_the_rounded_weights(kind: str, dtype: torch.dtype, is_sealed: bool) -> None:
+def test_a_product_is_that_with_the_rounded_weights(kind: str, dtype: torch.dtype, is_prepared: bool) -> None:
     weight = random_weight(4112, 192)  # more than one slice, and blocks that the packing does not fill
     matrix = filled(kind, weight, dtype)
-    exact = type(matrix)(matrix.values, matrix.scales.double(), 192)
+    exact = type(matrix)(matrix.format, (4112, 192), torch.float64, {**matrix.held, "scales": matrix.scales.double()})
     dense = exact.linear(torch.eye(192, dtype=torch.float64)).T.clone()
-    if is_sealed:
-        matrix.seal()
+    if is_prepared:
+        matrix.prepared()
     rows = random_weight(5, 192, 1).to(dtype)
     expected = rows.double() @ dense.T
     tolerance = {torch.float32: 1e-5, torch.float64: 1e-6, torch.bfloat16: 0.02}[dtype] * float(expected.abs().max())
@@ -80,10 +88,10 @@ def test_a_product_is_that_with_the_rounded_weights(kind: str, dtype: torch.dtyp
 @given(kind=st.sampled_from(KINDS), cuts=st.lists(st.integers(1, 20), min_size=2, max_size=4), inputs=st.sampled_from([64, 192]))
 def test_parts_fill_a_matrix_like_the_whole(kind: str, cuts: list[int], inputs: int) -> None:
     weight = random_weight(sum(cuts), inputs)
-    matrix = EMPTY_MATRICES[kind](*weight.shape, torch.float32, torch.device("cpu"))
+    matrix = empty(kind, weight)
     for part, rows in zip(matrix.split(cuts), weight.split(cuts), strict=True):
         assert part.shape == rows.shape
-        part.copy_(rows)
+        part.fill({"weight": rows})
     whole = filled(kind, weight)
     for found, expected in zip(matrix.tensors(), whole.tensors(), strict=True):
         assert torch.equal(found, expected)
@@ -92,7 +100,7 @@ def test_parts_fill_a_matrix_like_the_whole(kind: str, cuts: list[int], inputs: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) -> None:
     matrix = filled(kind, random_weight(208, 192), torch.bfloat16)
-    matrix.seal()
+    matrix.prepared()
     rows = random_weight(100, 192, 1).bfloat16()
     together = matrix.linear(rows)
     for count in (1, 2, 3, 8, 17, 64, 99):
@@ -117,11 +125,11 @@ def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
 def test_int4_is_packed_for_cuda_by_slices_as_in_one_piece(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
     monkeypatch.setattr(torch, PACKING, cuda_layout)
     matrix = filled("int4", random_weight(outputs, inputs), torch.bfloat16)
-    unsigned_NK = torch.cat(((matrix.values << 4) >> 4, matrix.values >> 4), 1) + 8
+    values = matrix.held["values"]
+    unsigned_NK = torch.cat(((values << 4) >> 4, values >> 4), 1) + 8
     whole = cuda_layout(((unsigned_NK[:, ::2] << 4) | unsigned_NK[:, 1::2]).view(torch.uint8), 8 if inputs % 128 == 0 else 4)
-    place = matrix.values.data_ptr()
-    assert isinstance(matrix, Int4Matrix)
-    packed = matrix.packed_for_cuda()
+    place = values.data_ptr()
+    packed = packing.packed_for_cuda(values)
     assert torch.equal(packed, whole) and packed.is_contiguous()
     assert packed.data_ptr() == place, "where the values were"
 
@@ -156,15 +164,15 @@ def between_calls(function: Callable[..., Any], allocations: Allocations) -> Cal
 def test_temporaries_of_a_large_matrix_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate and up projections of Llama 3.1 70B, which take 235 MB in 4 bits, on a device that computes nothing."""
     allocations, meta = Allocations(), torch.device("meta")
-    monkeypatch.setitem(matrices.LOADED_VALUES, "meta", matrices.LOADED_VALUES["cuda"])
-    for owner, name in ((Int4Matrix, "_rounded"), (torch, PACKING)):
+    monkeypatch.setitem(base.LOADED_VALUES, "meta", base.LOADED_VALUES["cuda"])
+    for owner, name in ((Int4Matrix, "rounded"), (torch, PACKING)):
         monkeypatch.setattr(owner, name, between_calls(getattr(owner, name), allocations))
-    matrix = Int4Matrix.empty(57344, 8192, torch.bfloat16, meta)
     weight = torch.empty(57344, 8192, dtype=torch.bfloat16, device=meta)
+    matrix = empty("int4", weight, torch.bfloat16)
     with allocations:
-        matrix.copy_(weight)
-        matrix.seal()
-    assert matrix.values.dtype == torch.int32, "packed for a GPU"
+        matrix.fill({"weight": weight})
+        matrix.prepared()
+    assert matrix.held["values"].dtype == torch.int32, "packed for a GPU"
     assert 1_000_000 < allocations.most < 200_000_000
 
 

@@ -11,8 +11,8 @@ from lane_scripts import LIKELY, Script, run, sequences
 from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair
 from pipedec.families import model_config
-from pipedec.model import StageModel, matrices
-from pipedec.model.matrices import PADDED_ROWS, linear, pack
+from pipedec.model import StageModel
+from pipedec.model.matrices import PADDED_ROWS, DenseMatrix
 from pipedec.stage import FinalStageWorker, StageWorker
 
 TARGET = reference_pair() / "target"
@@ -43,7 +43,8 @@ def scripts() -> list[Script]:
 
 def test_every_product_has_as_many_rows(workers: list[StageWorker], monkeypatch: pytest.MonkeyPatch) -> None:
     counts = list[int]()
-    monkeypatch.setattr(matrices, "linear", lambda rows, *weights: counts.append(len(rows)) or linear(rows, *weights))
+    linear = DenseMatrix.linear
+    monkeypatch.setattr(DenseMatrix, "linear", lambda self, rows, bias: counts.append(len(rows)) or linear(self, rows, bias))
     run(workers, scripts()[:1])
     assert min(counts) == PADDED_ROWS
 
@@ -66,9 +67,9 @@ def products_are_equal() -> bool:
     generator = torch.Generator().manual_seed(0)
     for inner in sizes:
         rows, matrix = (torch.randn(count, inner, generator=generator) for count in (300, config.hidden_size))
-        weight = pack(matrix)
-        whole = linear(rows, weight)
+        weight = DenseMatrix(matrix).prepared()
+        whole = weight.linear(rows)
         counts = (PADDED_ROWS, PADDED_ROWS + 1, 47, 64)
-        if not all(torch.equal(linear(rows[:count], weight), whole[:count]) for count in counts):
+        if not all(torch.equal(weight.linear(rows[:count]), whole[:count]) for count in counts):
             return False
     return True

@@ -1,0 +1,19 @@
+"""Formats of weights in files. Knows no torch."""
+
+from pipedec.formats.base import (
+    ALL_PLAIN,
+    DTYPE_BITS,
+    PLAIN,
+    ROUNDED,
+    WIDENED_VALUES,
+    FileTensor,
+    Format,
+    Formats,
+    Plain,
+    Rounded,
+    file_names,
+)
+
+__all__ = [
+    "ALL_PLAIN", "DTYPE_BITS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "FileTensor", "Format", "Formats", "Plain", "Rounded", "file_names",
+]  # fmt: skip

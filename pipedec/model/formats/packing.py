@@ -1,0 +1,76 @@
+"""Numbers of 4 bits in bytes: the order in which they are kept, and those in which torch's kernels read them.
+
+Shape legend: R rows in this step, N outputs, K inputs, G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipedec.model.formats.base import Kernel
+
+_PACKED_OUTPUTS = 16  # torch's kernels for 4 bits take a multiple of this
+_PACKED_BLOCK = 1024  # outputs packed at once
+KERNEL_GROUPS = (32, 64, 128, 256)  # inputs that may share a scale in these kernels
+
+
+def packed_halves(values_NK: Tensor) -> Tensor:
+    """int8 [N, K / 2] with the lower 4 bits of ``values_NK``: a byte holds an input of the first half in its lower bits, and its
+    partner of the second half in its upper ones, so that halves are widened without interleaving.
+    """
+    lower, upper = values_NK.to(torch.int8).chunk(2, 1)
+    return (lower & 15) | (upper << 4)
+
+
+def unpacked_halves(packed: Tensor) -> Tensor:
+    """The numbers of ``packed_halves`` from -8 to 7, int8 [N, K]."""
+    return torch.cat(((packed << 4) >> 4, packed >> 4), 1)
+
+
+def int4_kernel(values: Tensor, scales_NG: Tensor, zeros_NG: Tensor, group: int) -> tuple[Kernel, dict[str, Tensor]] | None:
+    """torch's kernel for weights ``value · scale + zero`` and bfloat16 rows, and what it keeps in memory. None if it does not take
+    these sizes.
+
+    Args:
+        values: see ``packed_halves``; they are packed anew in place.
+    """
+    outputs, inputs = len(values), 2 * values.shape[1]
+    if outputs % _PACKED_OUTPUTS or group not in KERNEL_GROUPS or inputs % 64:
+        return None
+    scales_and_zeros = torch.stack((scales_NG, zeros_NG), 2).to(torch.bfloat16).transpose(0, 1).contiguous()
+    if values.device.type == "cpu":
+        multiply, packed = torch._weight_int4pack_mm_for_cpu, _packed_for_cpu(values)
+    else:
+        multiply, packed = torch._weight_int4pack_mm, packed_for_cuda(values)
+    held = {"values": packed, "scales": scales_and_zeros}
+    return lambda rows_RK: multiply(rows_RK, packed, group, scales_and_zeros), held
+
+
+def _packed_for_cpu(values: Tensor) -> Tensor:
+    """Repack in place: the kernel's blocks of outputs lie one after the other."""
+    packed = values.view(torch.uint8)
+    for start in range(0, len(values), _PACKED_BLOCK):
+        part = slice(start, start + _PACKED_BLOCK)
+        packed[part] = torch._convert_weight_to_int4pack_for_cpu(_unsigned(values[part]).int(), 1)
+    return packed
+
+
+def packed_for_cuda(values: Tensor) -> Tensor:
+    """The values as CUDA's kernel reads them, int32 [N / 8, K / (16 · T), 32, T / 2] with T tiles of 16 inputs side by side.
+    Repacked in place, as tiles of 8 outputs lie one after the other.
+    """
+    outputs, inputs = len(values), 2 * values.shape[1]
+    tiles = 8 if inputs % 128 == 0 else 4
+    packed = values.view(torch.int32).view(outputs // 8, inputs // (16 * tiles), 32, tiles // 2)
+    for start in range(0, outputs, _PACKED_BLOCK):
+        part = slice(start, start + _PACKED_BLOCK)
+        unsigned_NK = _unsigned(values[part])
+        pairs = (unsigned_NK[:, ::2] << 4 | unsigned_NK[:, 1::2]).view(torch.uint8)
+        packed[start // 8 : part.stop // 8] = torch._convert_weight_to_int4pack(pairs, tiles)
+    return packed
+
+
+def _unsigned(values: Tensor) -> Tensor:
+    """Values from 0 to 15, int8 [N, K]."""
+    return unpacked_halves(values).add_(8)
