@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
 from pipedec.families.transformers import transformers_config
+from pipedec.formats import Formats, stated_formats
 from pipedec.gguf import model_files
 from pipedec.validation import read_text, validated
 
@@ -65,7 +67,7 @@ def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
             is a family of them.
 
     Raises:
-        UserError: there is none, a size is missing or impossible, the family is not supported, or the weights are quantized.
+        UserError: there is none, a size is missing or impossible, the family or how its weights are stored is not supported.
     """
     directory = model_files(model)
     if not directory.is_dir():
@@ -74,22 +76,25 @@ def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
     if not path.is_file():
         raise UserError(f"{path} is missing: give the folder of a Hugging Face checkpoint")
     document = json_object(path)
-    if document.get("quantization_config"):
-        method = document["quantization_config"].get("quant_method")
-        raise UserError(
-            f"{model} holds weights quantized by {method}, which are not supported: "
-            "give the unquantized checkpoint and --quantize int8 or int4"
-        )
+    formats = stored_formats(directory, document)
     family = FAMILIES.get(document.get("model_type", ""))
     if family is None and impl == "pipedec":
         supported, kind = ", ".join(FAMILIES), shortened(document.get("model_type"))
         raise UserError(f"{path}: model_type {kind!r} needs --model-impl transformers; pipedec itself has {supported}")
     if family is None or impl == "transformers":
-        return transformers_config(directory, _end_tokens(directory))
-    own = {item.name for item in fields(family)} - {"location"}
+        return replace(transformers_config(directory, _end_tokens(directory)), formats=formats)
+    own = {item.name for item in fields(family)} - {"location", "formats"}
     known = {name: value for name, value in document.items() if name in own}
     known |= _end_tokens(directory) | {"location": str(directory)}
-    return validated(family, known, str(path))
+    return replace(validated(family, known, str(path)), formats=formats)
+
+
+def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
+    """How the weights of a checkpoint are stored, by its ``config.json``. Raises UserError for what is not supported."""
+    try:
+        return stated_formats(document.get("quantization_config"))
+    except UserError as error:
+        raise UserError(f"{directory / 'config.json'}: {error}") from None
 
 
 def model_by_name(name: str) -> ModelConfig:

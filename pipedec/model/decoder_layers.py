@@ -82,7 +82,10 @@ class DecoderLayers(StageLayers):
         parts = [part for decoder in self._decoders for part in _weighted(decoder)]
         parts += [] if self._norm is None else [self._norm]
         tables = [table for table in (self._embedding_VE, self._head_VE) if table is not None]
-        return [*(tensor for part in parts for tensor in part.held()), *(tensor for table in tables for tensor in table.tensors())]
+        return [
+            *(tensor for part in parts for tensor in part.held()),
+            *(tensor for table in tables for tensor in table.tensors()),
+        ]
 
 
 class RotaryHeads:

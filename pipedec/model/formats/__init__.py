@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from itertools import groupby
 
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor
 
 from pipedec.formats import Format, Plain, Rounded
 from pipedec.model.formats.base import QuantizedMatrix
-from pipedec.model.formats.rounded import MATRICES, rounded
+from pipedec.model.formats.rounded import empty_rounded, rounded
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
 
 __all__ = ["QuantizedMatrix", "WidenedMatrix", "empty_matrix", "rounded", "stacked"]
+
+
+Empty = Callable[[Any, int, int, torch.dtype, torch.device], QuantizedMatrix]
+KINDS: dict[type[Format], Empty] = {Rounded: empty_rounded}  # how a matrix without values is made
 
 
 class WidenedMatrix(DenseMatrix):
@@ -32,17 +37,16 @@ class WidenedMatrix(DenseMatrix):
         self.weight_NK.copy_(part.widened() if isinstance(part, QuantizedMatrix) else part.weight_NK)
 
 
-def empty_matrix(format: Format, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> DenseMatrix | QuantizedMatrix:
+def empty_matrix(
+    format: Format, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device
+) -> DenseMatrix | QuantizedMatrix:
     """A matrix without values. Raises UserError if its sizes do not suit its format."""
     if isinstance(format, Plain):
         return DenseMatrix(torch.empty(outputs, inputs, dtype=dtype, device=device))
-    assert isinstance(format, Rounded)
-    return MATRICES[format.bits].empty(format, outputs, inputs, dtype, device)
+    return KINDS[type(format)](format, outputs, inputs, dtype, device)
 
 
-def stacked(
-    formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device
-) -> Matrix:
+def stacked(formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device) -> Matrix:
     """A matrix of matrices one below the other, which are one in memory where their formats allow that."""
     blocks: list[Matrix] = []
     runs: list[tuple[Format, int]] = []

@@ -122,13 +122,15 @@ class Int4Matrix(RoundedMatrix):
         return self
 
 
-MATRICES = {8: Int8Matrix, 4: Int4Matrix}
+def empty_rounded(format: Rounded, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> RoundedMatrix:
+    """A matrix without values. Raises UserError if its sizes do not suit the format."""
+    kind = Int8Matrix if format.bits == 8 else Int4Matrix
+    return kind.empty(format, outputs, inputs, dtype, device)
 
 
 def rounded(weight_NK: Tensor, quantize: str) -> Tensor:
     """The weights that their quantized matrix represents, in their dtype."""
     outputs, inputs = weight_NK.shape
-    format = ROUNDED[quantize]
-    matrix = MATRICES[format.bits].empty(format, outputs, inputs, weight_NK.dtype, weight_NK.device)
+    matrix = empty_rounded(ROUNDED[quantize], outputs, inputs, weight_NK.dtype, weight_NK.device)
     matrix.fill({"weight": weight_NK})
     return matrix.linear(torch.eye(inputs, dtype=weight_NK.dtype, device=weight_NK.device)).T

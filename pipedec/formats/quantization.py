@@ -1,0 +1,25 @@
+"""The formats of a checkpoint by its ``quantization_config``: a line for each method of quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipedec.core.errors import UserError
+from pipedec.core.values import shortened
+from pipedec.formats.base import ALL_PLAIN, Formats
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {}
+
+
+def stated_formats(quantization: Mapping[str, Any] | None) -> Formats:
+    """What ``quantization_config`` says of the weights. Raises UserError, without the name of the file, for what is not supported."""
+    if not quantization:
+        return ALL_PLAIN
+    method = quantization.get("quant_method")
+    if method not in METHODS:
+        raise UserError(
+            f"its weights are quantized by {shortened(method)}, which is not supported: choose a checkpoint quantized by "
+            f"{', '.join(METHODS)}, or an unquantized one and --quantize int8 or int4"
+        )
+    return METHODS[method](quantization)
