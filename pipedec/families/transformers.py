@@ -46,6 +46,23 @@ class ModuleNames:
         return f"{self.layers}.{number}"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a checkpoint is in the model.
+
+    Attributes:
+        module, parameter: path and attribute.
+        rows: which of the parameter's rows it is, where the checkpoint has several tensors for one parameter; None for all.
+    """
+
+    module: str
+    parameter: str
+    rows: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.parameter}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig(ModelConfig):
     """A model of transformers' modules.
@@ -53,7 +70,7 @@ class TransformersConfig(ModelConfig):
     Attributes:
         names: of its parts.
         shapes: of all tensors, by their names in a checkpoint.
-        places: of each of them the name in the model, which is another one in checkpoints of some architectures.
+        places: of each of them, where it is in the model.
         observed: the attention of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         stated_ropes: see ``ropes``.
@@ -63,7 +80,7 @@ class TransformersConfig(ModelConfig):
 
     names: ModuleNames
     shapes: dict[str, Shape] = field(repr=False, hash=False)
-    places: dict[str, str] = field(repr=False, hash=False)
+    places: dict[str, Place] = field(repr=False, hash=False)
     observed: tuple[LayerShape, ...]
     returns_tuple: bool
     stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
@@ -93,14 +110,14 @@ class TransformersConfig(ModelConfig):
 
     def head_tensors(self, known: Iterable[str] = ()) -> dict[str, Shape]:
         tensors = self._within(self.names.head)
-        weight = next(name for name in tensors if self.places[name] == f"{self.names.head}.weight")
+        weight = next(name for name in tensors if self.places[name].parameter == "weight")
         if self.tie_word_embeddings and weight not in known:
             del tensors[weight]
             tensors |= self.embedding_tensors()
         return tensors
 
     def _within(self, module: str) -> dict[str, Shape]:
-        return {name: shape for name, shape in self.shapes.items() if self.places[name].startswith(module + ".")}
+        return {name: shape for name, shape in self.shapes.items() if f"{self.places[name]}".startswith(module + ".")}
 
 
 def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> TransformersConfig:
@@ -130,7 +147,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
     _check_modules(name, model, names)
     places = _places(name, model)
     parts = tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
-    beside = [key for key in places.values() if not key.startswith(parts)]
+    beside = [key for key in map(str, places.values()) if not key.startswith(parts)]
     if beside:
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = model.state_dict()
@@ -146,7 +163,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         eos_token_id=list(ends) if isinstance(ends, tuple) else ends,
         location=str(directory),
         names=names,
-        shapes={stored: tuple(tensors[place].shape) for stored, place in places.items()},
+        shapes={stored: _shape(tensors[str(place)].shape, place) for stored, place in places.items()},
         places=places,
         observed=observed,
         returns_tuple=returns_tuple,
@@ -252,17 +269,33 @@ def _names(name: str, model: Any) -> ModuleNames:
     return ModuleNames(base, found["embedding"], found["layers"], found["norm"], heads[0])
 
 
-def _places(name: str, model: Any) -> dict[str, str]:
-    """The name in the model of every tensor, by its name in a checkpoint. Raises UserError if they are not the same tensors."""
+def _shape(whole: Shape, place: Place) -> Shape:
+    return tuple(whole) if place.rows is None else (place.rows[1] - place.rows[0], *whole[1:])
+
+
+def _places(name: str, model: Any) -> dict[str, Place]:
+    """Where every tensor of a checkpoint is in the model, by its name. Raises UserError if they are not the same tensors, or rows
+    of them.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     own = model.state_dict(keep_vars=True)
     stored = revert_weight_conversion(model, dict(own))
     names = {id(tensor): key for key, tensor in own.items()}
-    if len(stored) != len(own) or any(id(tensor) not in names for tensor in stored.values()):
-        raise _refusal(name, "has checkpoints whose tensors are not those of its modules")
     tied = {key: key for key in own if key in stored}  # tensors of two names are kept under both
-    return {key: tied.get(key, names[id(tensor)]) for key, tensor in stored.items()}
+    places = {}
+    for key, tensor in stored.items():
+        whole = tensor if id(tensor) in names else tensor._base
+        if id(whole) not in names or (
+            whole is not tensor and not (tensor.is_contiguous() and tensor.shape[1:] == whole.shape[1:])
+        ):
+            raise _refusal(name, "has checkpoints whose tensors are not those of its modules")
+        module, _, parameter = tied.get(key, names[id(whole)]).rpartition(".")
+        first = tensor.storage_offset() // max(whole.stride(0), 1) if whole is not tensor else 0
+        places[key] = Place(module, parameter, None if whole is tensor else (first, first + len(tensor)))
+    if sum(tensor.numel() for tensor in stored.values()) != sum(tensor.numel() for tensor in own.values()):
+        raise _refusal(name, "has checkpoints whose tensors are not those of its modules")
+    return places
 
 
 def _shown(error: Exception) -> str:

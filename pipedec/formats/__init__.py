@@ -16,5 +16,6 @@ from pipedec.formats.base import (
 from pipedec.formats.quantization import stated_formats
 
 __all__ = [
-    "ALL_PLAIN", "DTYPE_BITS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "FileTensor", "Format", "Formats", "Plain", "Rounded", "file_names", "stated_formats",
+    "ALL_PLAIN", "DTYPE_BITS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "FileTensor", "Format", "Formats", "Plain", "Rounded",
+    "file_names", "stated_formats",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """How a tensor of a model lies in a checkpoint: as it is, or as quantized numbers with scales.
 
-A format is plain data: it names the tensors in the file and their shapes, and says how numbers are packed. ``model.formats`` reads
-them and computes with them. Knows no torch.
+A format is plain data: it names the tensors in the file and their shapes, and says how numbers are packed. ``model.formats``
+reads them and computes with them. Knows no torch.
 
 Shape legend: N outputs, K inputs, G groups of inputs that share a scale.
 """

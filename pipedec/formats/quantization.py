@@ -13,7 +13,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {}
 
 
 def stated_formats(quantization: Mapping[str, Any] | None) -> Formats:
-    """What ``quantization_config`` says of the weights. Raises UserError, without the name of the file, for what is not supported."""
+    """The formats that a ``quantization_config`` describes. Raises UserError, without the name of the file, for others."""
     if not quantization:
         return ALL_PLAIN
     method = quantization.get("quant_method")

@@ -9,13 +9,13 @@ from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
-from pipedec.model.formats import rounded
+from pipedec.model.formats import WidenedMatrix, rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
 from pipedec.model.weights import Checkpoint
 
 __all__ = [
     "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "LaneRows",
-    "NewCapture", "StageModel", "Usual", "checked_bita", "described_attention", "device_capture",
+    "NewCapture", "StageModel", "Usual", "WidenedMatrix", "checked_bita", "described_attention", "device_capture",
     "load_markov", "rounded", "warm_up",
 ]  # fmt: skip

@@ -101,6 +101,10 @@ class DenseMatrix(Matrix):
     def rows(self, ids_R: Tensor) -> Tensor:
         return functional.embedding(ids_R, self.weight_NK)
 
+    def widened(self) -> Tensor:
+        """Its values, [N, K]."""
+        return self.weight_NK
+
     def tensors(self) -> list[Tensor]:
         return [self.weight_NK]
 
@@ -113,12 +117,14 @@ class StackedMatrix(Matrix):
         self.shape = torch.Size((sum(map(len, blocks)), blocks[0].shape[1]))
 
     def __getitem__(self, outputs: slice) -> Matrix:
-        """Of one block only."""
-        ends = list(accumulate(map(len, self._blocks)))
-        block = next(index for index, end in enumerate(ends) if outputs.start < end)
-        before = ends[block] - len(self._blocks[block])
-        assert outputs.stop <= ends[block]
-        return self._blocks[block][outputs.start - before : outputs.stop - before]
+        first, last, _ = outputs.indices(len(self))
+        ends = accumulate(map(len, self._blocks))
+        found = [
+            block[max(first - end + len(block), 0) : last - end + len(block)]
+            for block, end in zip(self._blocks, ends, strict=True)
+            if first < end and end - len(block) < last
+        ]
+        return found[0] if len(found) == 1 else StackedMatrix(found)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         raise TypeError("its blocks are filled one by one")

@@ -41,7 +41,9 @@ class ModuleLayers(StageLayers):
         _register()
         self.can_capture = "dynamic" not in map(rope_type, config.ropes)
         self._names = config.names
-        self._stored = {place: name for name, place in config.places.items()}
+        self._stored: dict[str, list[str]] = {}  # names in the checkpoint, by parameter, in the order of their rows
+        for name, place in sorted(config.places.items(), key=lambda item: item[1].rows or (0, 0)):
+            self._stored.setdefault(str(place), []).append(name)
         self._embedding_VE: Matrix | None = None
         self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
         self._model, self._normed = getattr(self._causal, self._names.base), _Normed()
@@ -144,13 +146,15 @@ class ModuleLayers(StageLayers):
         """Memory for weights, in their modules: linear maps are replaced by products."""
         targets: dict[str, Target] = {}
         for name, shape in tensors.items():
-            path, _, own = self.config.places[name].rpartition(".")
+            place = self.config.places[name]
+            path, own = place.module, place.parameter
             module = self._norm if path == self._names.norm else self._module(path)
             if type(module) is nn.Linear:
                 self._fuse(path, checkpoint)
                 module = self._module(path)
             if isinstance(module, _Product):
-                targets[name] = module.matrix.targets(module.index)[own]
+                whole = module.matrix.targets(module.index)[own]
+                targets[name] = whole if place.rows is None else whole[slice(*place.rows)]
             elif module is self._embed and len(shape) == 2:
                 targets[name] = self._embedding_VE = self.table(checkpoint, tensors)
             else:
@@ -167,16 +171,17 @@ class ModuleLayers(StageLayers):
         if len({linear.bias is None for linear in linears}) > 1:
             group, linears = (own,), [self._module(path)]
         sizes, inputs = [linear.out_features for linear in linears], linears[0].in_features
-        stored = [self._stored[f"{parent}.{name}.weight"] for name in group]
-        formats = [checkpoint.format_of(self.config, name, (size, inputs)) for name, size in zip(stored, sizes, strict=True)]
+        stored = {name: self.config.shapes[name] for own in group for name in self._stored[f"{parent}.{own}.weight"]}
+        formats = [checkpoint.format_of(self.config, name, shape) for name, shape in stored.items()]
+        weight = self.storage.matrix(formats, [shape[0] for shape in stored.values()], inputs)
         bias = None if linears[0].bias is None else self.storage.empty(sum(sizes))
-        matrix = _Matrix(self.products, self.storage.matrix(formats, sizes, inputs), bias, sizes)
+        matrix = _Matrix(self.products, weight, bias, sizes)
         for index, name in enumerate(group):
             self._replace(f"{parent}.{name}", _Product(matrix, index))
 
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
         """Prepare the matrices among weights that have been read."""
-        paths = dict.fromkeys(self.config.places[name].rpartition(".")[0] for name in tensors)
+        paths = dict.fromkeys(self.config.places[name].module for name in tensors)
         modules = [self._norm if path == self._names.norm else self._module(path) for path in paths]
         for matrix in {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}.values():
             matrix.prepare()

@@ -14,14 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.families import ModelConfig, Shape
-from pipedec.model.attention import LayersShape, Rows
 from pipedec.formats import ROUNDED, Format
-from pipedec.model.formats import empty_matrix, stacked
+from pipedec.model.attention import LayersShape, Rows
+from pipedec.model.formats import Widens, stacked
 from pipedec.model.matrices import Matrix, Products
 from pipedec.model.weights import Checkpoint
 from pipedec.tree import is_mask
 
 Progress = Callable[[int, int], None]  # called with (tensors read, tensors in total) after each tensor
+
+
+def as_stored(format: Format) -> bool:
+    """Nothing is widened."""
+    del format
+    return False
 
 
 @dataclass(frozen=True)
@@ -30,28 +36,31 @@ class Storage:
 
     Attributes:
         dtype: of activations, caches, and weights that are not quantized.
-        quantize: how the matrices of the layers are kept: ``int8`` or ``int4``; None for ``dtype``. With either, embedding and
+        quantize: how plain matrices of the layers are kept: ``int8`` or ``int4``; None for ``dtype``. With either, embedding and
             head take 8 bits; norms and biases keep ``dtype``.
+        widens: whether matrices of a format with fewer bits are kept in ``dtype``, too.
     """
 
     dtype: torch.dtype
     device: torch.device
     quantize: str | None = None
+    widens: Widens = as_stored
 
     def empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def matrix(self, formats: Sequence[Format], outputs: Sequence[int], inputs: int) -> Matrix:
-        """Matrices one below the other, without values, which lie in the checkpoint in these formats. Raises UserError if the sizes
-        do not allow a format, or ``quantize``.
+        """Matrices one below the other, without values, which lie in the checkpoint in these formats. Raises UserError if the
+        sizes do not allow a format, or ``quantize``.
         """
         if self.quantize is not None:
             formats = [ROUNDED[self.quantize]] * len(formats)
-        return stacked(formats, outputs, inputs, self.dtype, self.device)
+        return stacked(formats, outputs, inputs, self.dtype, self.device, self.widens)
 
     def table(self, format: Format, outputs: int, inputs: int) -> Matrix:
         """An embedding or a head without values."""
-        return empty_matrix(format if self.quantize is None else ROUNDED["int8"], outputs, inputs, self.dtype, self.device)
+        format = format if self.quantize is None else ROUNDED["int8"]
+        return stacked([format], [outputs], inputs, self.dtype, self.device, self.widens)
 
 
 class StageLayers(ABC):

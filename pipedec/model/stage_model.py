@@ -22,7 +22,8 @@ from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
-from pipedec.model.stage_layers import Progress, StageLayers, Storage
+from pipedec.model.formats import Widens
+from pipedec.model.stage_layers import Progress, StageLayers, Storage, as_stored
 from pipedec.model.weights import Checkpoint
 
 
@@ -41,15 +42,16 @@ class StageModel:
         capture_turn: which of them may be captured if they are new (see ``CapturedGraphs.turn``).
 
     Args:
-        dtype, quantize: see ``Storage``.
+        dtype, quantize, widens: see ``Storage``.
 
     Raises:
         UserError: the model does not have these layers, or their sizes do not allow ``quantize``.
     """
 
     def __init__(
-        self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str, quantize: str | None = None
-    ) -> None:
+        self, config: ModelConfig, layers: range, dtype: torch.dtype, device: torch.device | str, quantize: str | None = None,
+        widens: Widens = as_stored,
+    ) -> None:  # fmt: skip
         if not 0 <= layers.start < layers.stop <= config.num_hidden_layers or layers.step != 1:
             raise UserError(
                 f"layers {layers.start} to {layers.stop - 1} do not exist in a model of {config.num_hidden_layers} layers"
@@ -58,7 +60,7 @@ class StageModel:
         self.dtype = dtype
         self.device = torch.device(device)
         self.layers = layers
-        self.stack = _stack(config, layers, Storage(dtype, self.device, quantize))
+        self.stack = _stack(config, layers, Storage(dtype, self.device, quantize, widens))
         self.is_first, self.is_last = self.stack.is_first, self.stack.is_last
         self.flash = flash_kernel(dtype, self.device)[0] if _suits_flash(config) else None
         self.capture: Capture | None = None
@@ -70,6 +72,7 @@ class StageModel:
     def load(
         cls, directory: str | Path, layers: range, dtype: torch.dtype, device: torch.device | str,
         config: ModelConfig | None = None, progress: Progress | None = None, quantize: str | None = None,
+        widens: Widens = as_stored,
     ) -> StageModel:  # fmt: skip
         """Read one stage from a Hugging Face checkpoint: only its own tensors, one at a time, quantized as they are read.
 
@@ -81,7 +84,7 @@ class StageModel:
             UserError: the checkpoint is unsupported, incomplete or damaged, or does not have these layers.
         """
         checkpoint = Checkpoint(directory)
-        stage = cls(config or model_config(directory), layers, dtype, device, quantize)
+        stage = cls(config or model_config(directory), layers, dtype, device, quantize, widens)
         stage.stack.read(checkpoint, progress or (lambda *_: None))
         return stage
 

@@ -43,7 +43,7 @@ class Checkpoint:
         return self._files.file_of.keys()
 
     def format_of(self, config: ModelConfig, name: str, shape: Shape) -> Format:
-        """How a tensor of the model lies in the checkpoint. Raises UserError if the sizes or types of what is there do not suit."""
+        """How a tensor of the model lies in the checkpoint. Raises UserError if the sizes or types do not suit."""
         format = config.formats.of(name, shape, self.names)
         prefix, places = name.removesuffix("weight"), self._files.places
         found = {one.removeprefix(prefix): places[one].dtype for one in file_names(name, format, shape) if one in places}
@@ -96,8 +96,7 @@ class Checkpoint:
     def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         """Copy tensors to their destinations (which may be views), converting to their dtype and device.
 
-        The file is mapped again for every part of a tensor, so that apart from the targets at most one part is resident; of a GGUF
-        file at most some of its rows.
+        The file is mapped again for every part of a tensor, so that apart from the targets at most one part is resident.
 
         Args:
             targets: by name; their shapes are the expected ones.

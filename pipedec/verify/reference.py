@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from pipedec.checkpoints import TensorFiles
+from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
-from pipedec.families import model_config
+from pipedec.families import TransformersConfig, model_config
+from pipedec.formats import ALL_PLAIN, PLAIN
 from pipedec.gguf import model_files
-from pipedec.model import Checkpoint, rounded
+from pipedec.model import Checkpoint, WidenedMatrix, rounded
+from pipedec.model.weights import Target
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids
@@ -40,18 +42,23 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
     """A causal language model, not in training mode.
 
     Args:
-        model: the directory of a checkpoint, or a GGUF file, which is de-quantised.
+        model: the directory of a checkpoint, or a GGUF file. Weights that are stored in fewer bits are widened.
         options: of transformers, further ones by name.
     """
-    if TensorFiles(model).gguf is None:
+    config, directory = model_config(model), model_files(model)
+    if config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
         return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
-    directory = model_files(model)
-    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype, **options)
-    checkpoint = Checkpoint(model)
-    stored = {place: name for name, place in getattr(model_config(model), "places", {}).items()}  # where names differ
-    targets = {stored.get(name, name): tensor for name, tensor in made.state_dict().items()}
-    head = stored.get("lm_head.weight", "lm_head.weight")
-    checkpoint.read_into({name: tensor for name, tensor in targets.items() if name != head or name in checkpoint})
+    stated = AutoConfig.from_pretrained(directory)
+    if hasattr(stated, "quantization_config"):
+        del stated.quantization_config
+    made = AutoModelForCausalLM.from_config(stated, dtype=dtype, **options)
+    state, checkpoint, targets = made.state_dict(), Checkpoint(model), dict[str, Target]()
+    for name, shape in span_shapes(config, LayerSpan(range(config.num_hidden_layers), True, True), checkpoint.names).items():
+        place = config.places[name] if isinstance(config, TransformersConfig) else name
+        whole, format = state[str(place)], checkpoint.format_of(config, name, shape)
+        tensor = whole if isinstance(place, str) or place.rows is None else whole[slice(*place.rows)]
+        targets[name] = tensor if format is PLAIN else WidenedMatrix(tensor, [(format, shape[0])])
+    checkpoint.read_into(targets)
     made.tie_weights()
     made.generation_config = GenerationConfig.from_pretrained(directory)
     return made.to(device).eval()

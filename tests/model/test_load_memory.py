@@ -21,7 +21,7 @@ from pipedec.families import model_config
 from pipedec.model.matrices import DenseMatrix
 from pipedec.model.stage_model import StageModel
 
-DenseMatrix(torch.ones(256, 256)).prepared().linear(torch.ones(1, 256))  # the code of the kernels is resident, too, from its first use on
+DenseMatrix(torch.ones(256, 256)).prepared().linear(torch.ones(1, 256))  # whose code is resident from its first use on
 
 def status(field):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))

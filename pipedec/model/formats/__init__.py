@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
-from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -14,27 +14,44 @@ from pipedec.model.formats.base import QuantizedMatrix
 from pipedec.model.formats.rounded import empty_rounded, rounded
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
 
-__all__ = ["QuantizedMatrix", "WidenedMatrix", "empty_matrix", "rounded", "stacked"]
+__all__ = ["QuantizedMatrix", "WidenedMatrix", "Widens", "empty_matrix", "rounded", "stacked"]
 
 
+Widens = Callable[[Format], bool]
 Empty = Callable[[Any, int, int, torch.dtype, torch.device], QuantizedMatrix]
 KINDS: dict[type[Format], Empty] = {Rounded: empty_rounded}  # how a matrix without values is made
 
 
 class WidenedMatrix(DenseMatrix):
-    """Floating-point numbers of a matrix that is stored in fewer bits, widened as they are read."""
+    """Floating-point numbers of matrices that are stored in fewer bits, one below the other, widened as they are read.
 
-    def __init__(self, weight_NK: Tensor, format: Format) -> None:
+    Args:
+        blocks: the format and the number of outputs of each.
+    """
+
+    def __init__(self, weight_NK: Tensor, blocks: Sequence[tuple[Format, int]]) -> None:
         super().__init__(weight_NK)
-        self.format = format
+        self.format, self._blocks = blocks[0][0], blocks
 
     def __getitem__(self, outputs: slice) -> WidenedMatrix:
-        return WidenedMatrix(self.weight_NK[outputs], self.format)
+        first, last, _ = outputs.indices(len(self))
+        ends = accumulate(size for _, size in self._blocks)
+        found = [
+            (format, min(last, end) - max(first, end - size))
+            for (format, size), end in zip(self._blocks, ends, strict=True)
+            if first < end and end - size < last
+        ]
+        return WidenedMatrix(self.weight_NK[first:last], found)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        part = empty_matrix(self.format, self.shape[0], self.shape[1], self.weight_NK.dtype, self.weight_NK.device)
-        part.fill(tensors)
-        self.weight_NK.copy_(part.widened() if isinstance(part, QuantizedMatrix) else part.weight_NK)
+        """The weights of one block."""
+        if isinstance(self.format, Plain):
+            super().fill(tensors)
+            return
+        outputs, inputs = self.shape
+        stored = empty_matrix(self.format, outputs, inputs, self.weight_NK.dtype, self.weight_NK.device)
+        stored.fill(tensors)
+        self.weight_NK.copy_(stored.widened())
 
 
 def empty_matrix(
@@ -46,15 +63,32 @@ def empty_matrix(
     return KINDS[type(format)](format, outputs, inputs, dtype, device)
 
 
-def stacked(formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device) -> Matrix:
-    """A matrix of matrices one below the other, which are one in memory where their formats allow that."""
-    blocks: list[Matrix] = []
-    runs: list[tuple[Format, int]] = []
+def stacked(
+    formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device, widens: Widens
+) -> Matrix:
+    """A matrix of matrices one below the other, which are one in memory where their formats allow that.
+
+    Args:
+        widens: whether a matrix of a format is widened as it is read.
+    """
+    runs: list[tuple[bool, list[tuple[Format, int]]]] = []
     for format, size in zip(formats, outputs, strict=True):
-        last, before = runs[-1] if runs else (None, 0)
-        if format == last and format.is_fusable and before % format.step == 0:
-            runs[-1] = format, before + size
+        is_dense = isinstance(format, Plain) or widens(format)
+        if runs and is_dense == runs[-1][0] and (is_dense or _joins(runs[-1][1], format)):
+            runs[-1][1].append((format, size))
         else:
-            runs.append((format, size))
-    blocks = [empty_matrix(format, size, inputs, dtype, device) for format, size in runs]
+            runs.append((is_dense, [(format, size)]))
+    blocks: list[Matrix] = []
+    for is_dense, run in runs:
+        total = sum(size for _, size in run)
+        if is_dense:
+            blocks.append(WidenedMatrix(torch.empty(total, inputs, dtype=dtype, device=device), run))
+        else:
+            blocks.append(empty_matrix(run[0][0], total, inputs, dtype, device))
     return blocks[0] if len(blocks) == 1 else StackedMatrix(blocks)
+
+
+def _joins(run: Sequence[tuple[Format, int]], format: Format) -> bool:
+    """Whether a matrix of this format can be one with those before it."""
+    before = sum(size for _, size in run)
+    return format == run[0][0] and format.is_fusable and before % format.step == 0

@@ -29,8 +29,8 @@ def unpacked_halves(packed: Tensor) -> Tensor:
 
 
 def int4_kernel(values: Tensor, scales_NG: Tensor, zeros_NG: Tensor, group: int) -> tuple[Kernel, dict[str, Tensor]] | None:
-    """torch's kernel for weights ``value · scale + zero`` and bfloat16 rows, and what it keeps in memory. None if it does not take
-    these sizes.
+    """torch's kernel for weights ``value · scale + zero`` and bfloat16 rows, and what it keeps in memory. None if it does not
+    take these sizes.
 
     Args:
         values: see ``packed_halves``; they are packed anew in place.
