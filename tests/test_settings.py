@@ -99,7 +99,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "gpu_memory_utilization": st.floats(0.1, 1), "prefix_cache": st.booleans(), "shared_suffixes": st.booleans(),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "quantize": st.just("int4"),
-    "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "transport": st.sampled_from(["gloo", "nccl"]),
+    "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "dequantize": st.just("never"), "transport": st.sampled_from(["gloo", "nccl"]),
     "wire_dtype": st.just("int8"),
     "priors": st.booleans(), "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),
     "model_impl": st.sampled_from(["auto", "pipedec", "transformers"]),

@@ -31,7 +31,7 @@ from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
 from pipedec.engine.build import DTYPES, Progress, load_drafter, load_prompter, load_stage, weights_on
-from pipedec.engine.devices import allocated, limit_threads, num_gpus, rank_device
+from pipedec.engine.devices import allocated, limit_threads, num_gpus, rank_device, widened_weights
 from pipedec.engine.draft_loop import DraftLoop
 from pipedec.engine.experience_files import KeptExperience
 from pipedec.engine.rank_loops import draft_loop, wired
@@ -232,11 +232,13 @@ class Rank:
         """The description of this rank for users."""
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
+        dequantize = self._spec.settings.numbers.dequantize
         attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
-        remarks: tuple[str, ...] = ()
+        config = self._spec.config_of(self._place.rank)
+        remarks: tuple[str, ...] = () if config is None else config.formats.notes
         if abs(offset := self._clock_offset_us) >= _LARGE_OFFSET_US:
             order = "behind" if offset > 0 else "ahead of"
-            remarks = (f"its clock is {abs(offset) / 1e6:.0f} s {order} Redis's: run NTP",)
+            remarks += (f"its clock is {abs(offset) / 1e6:.0f} s {order} Redis's: run NTP",)
         return RankDescription(
             self._place.rank, str(self._place.host), device,
             dtype=Choice(str(weights), why),
@@ -246,6 +248,7 @@ class Rank:
             remarks=remarks,
             since_epoch=self._first_epoch,
             link=link,
+            weights=None if config is None else widened_weights(config, weights.dtype, self._device, dequantize)[1],
         )  # fmt: skip
 
     def _outlive(self, error: PipedecError) -> None:

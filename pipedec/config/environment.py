@@ -79,15 +79,23 @@ def usable_cpus(system: Path = Path("/")) -> int:
         system: the folder that has ``proc`` and ``sys``.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min([cpus, *map(_cpu_quota, _control_groups(system))])))
+    return max(1, int(min([cpus, *map(_cpu_quota, _control_groups(system, "cpu"))])))
 
 
-def _control_groups(system: Path) -> Iterator[Path]:
-    """The folders of this process's control groups that may limit its CPUs, and of the groups that they are in."""
+def usable_memory(system: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use at the most: the machine's, limited by a container. ``system`` as above."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(min([machine, *map(_memory_limit, _control_groups(system, "memory"))]))
+
+
+def _control_groups(system: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit its CPUs or memory, and of the groups that they are in."""
     with suppress(OSError):  # not Linux
         for line in (system / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            mounts = ("", "unified") if not controllers else (controllers, "cpu") if "cpu" in controllers.split(",") else ()
+            mounts = (
+                ("", "unified") if not controllers else (controllers, controller) if controller in controllers.split(",") else ()
+            )
             # In a container its own group may be the root of what is mounted, although it is listed by its whole path.
             names = [name for name in path.split("/") if name not in ("", "..")]
             for mount, depth in product(mounts, range(len(names) + 1)):
@@ -101,6 +109,14 @@ def _cpu_quota(group: Path) -> float:
             quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
             if quota > 0:
                 return quota / period
+    return math.inf
+
+
+def _memory_limit(group: Path) -> float:
+    """Bytes that the processes of a control group may use; infinite if it has no limit."""
+    for file in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # ValueError: the limit is "max"
+            return int((group / file).read_text())
     return math.inf
 
 

@@ -32,6 +32,7 @@ Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]
 Bytes = Annotated[int, Meta(ge=1)]
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 Quantize = Literal["int8", "int4"]
+Dequantize = Literal["auto", "always", "never"]
 Device = Literal["auto", "cpu", "cuda"]
 Dispatch = Annotated[
     Literal["windows", "tasks"],
@@ -134,6 +135,10 @@ class Numbers:
         Dtype, Help("Data type of the draft; affects speed only, never the output. auto: 16 bits where they are fast.")
     ] = "auto"
     draft_quantize: Annotated[Quantize | None, Help("Weights of the draft in 8 or 4 bits; affects speed only.")] = None
+    dequantize: Annotated[
+        Dequantize,
+        Help("Widen weights that are stored in 4 or 8 bits as they are read; auto: on CPUs, where that is faster and fits."),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

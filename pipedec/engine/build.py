@@ -18,8 +18,9 @@ from pipedec.core.limits import KNEE_ROWS
 from pipedec.decoding import Drafter, Experience, LaneSizes, Resources, Scheduler
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
-from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus
+from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
+from pipedec.formats import ALL_PLAIN
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
 from pipedec.kv import KVManager
@@ -97,6 +98,9 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     chosen = target_dtype(numbers.dtype, checkpoint_dtype(target), computes_on)
     drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
     config = model_config(target)
+    _check_quantize("quantize", numbers.quantize, config)
+    if draft is not None:
+        _check_quantize("draft_quantize", numbers.draft_quantize, model_config(draft))
     if places is None or settings.limits.max_model_len != PLANNED_MODEL_LEN:  # which a cluster.yaml need not have asked for
         _check_length(settings.limits.max_model_len, config)
     layers, num_layers = settings.cut.layers, config.num_hidden_layers
@@ -114,6 +118,15 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
         num_gpus(),
         places=places,
     )  # fmt: skip
+
+
+def _check_quantize(name: str, quantize: str | None, config: ModelConfig) -> None:
+    """Raises UserError if weights that a checkpoint has in fewer bits were to be rounded once more."""
+    if quantize is not None and config.formats is not ALL_PLAIN:
+        raise UserError(
+            f"{name} is {quantize}, but the weights in {config.directory} are quantized already ({config.formats.title}): "
+            "leave it out, or give the unquantized checkpoint"
+        )
 
 
 def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
@@ -199,7 +212,9 @@ def load_stage(
     """The worker of stage ``rank`` (1..n) with weights from the target's checkpoint; ``capture``: how forwards are captured."""
     config = model_config(spec.target, spec.settings.models.model_impl)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
-    model = StageModel.load(spec.target, layers, dtype, device, config, progress, spec.settings.numbers.quantize)
+    numbers = spec.settings.numbers
+    widens, _ = widened_weights(config, spec.dtype, device, numbers.dequantize)
+    model = StageModel.load(spec.target, layers, dtype, device, config, progress, numbers.quantize, widens)
     model.capture = capture(device)
     if spec.bita is not None:
         model.attach(BitaWeights.load(spec.bita, config, layers, dtype, device))
@@ -216,7 +231,8 @@ def load_drafter(
     config = model_config(spec.draft)
     layers = range(config.num_hidden_layers)
     weights, _ = weights_on(spec, 0, device)
-    model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize)
+    widens, _ = widened_weights(config, weights.dtype, device, spec.settings.numbers.dequantize)
+    model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize, widens)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
     return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary)

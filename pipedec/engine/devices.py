@@ -17,13 +17,19 @@ from typing import TypeVar
 
 import torch
 
+from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.config import AUTO
-from pipedec.config.environment import onednn_limit, usable_cpus
+from pipedec.config.environment import onednn_limit, usable_cpus, usable_memory
 from pipedec.core.errors import UserError
+from pipedec.families import ModelConfig
+from pipedec.formats import ALL_PLAIN
 from pipedec.hardware import DEVICES, GIGA
+from pipedec.messages.run import Choice
+from pipedec.model.formats import Widens
+from pipedec.model.stage_layers import as_stored
 from pipedec.plan.budgets import agreed_budget, kv_budget, rank_needs
 from pipedec.plan.costs import CONTEXT_BYTES
-from pipedec.plan.dtypes import Arithmetic
+from pipedec.plan.dtypes import GIVEN, Arithmetic
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.spec import PipelineSpec
 
@@ -59,6 +65,31 @@ def processor_name() -> str:
 def limit_threads(processes: int = 1) -> None:
     """Let torch compute on this process's share of the CPUs that ``processes`` share, or on fewer, as OMP_NUM_THREADS says."""
     torch.set_num_threads(max(1, min(usable_cpus() // processes, torch.get_num_threads())))
+
+
+def widened_weights(config: ModelConfig, dtype: str, device: torch.device, given: str) -> tuple[Widens, Choice | None]:
+    """Which of the matrices that a checkpoint stores in fewer bits are widened to ``dtype`` as they are read, and how users read
+    it; None where nothing is stored so.
+
+    Args:
+        given: the setting ``dequantize``. For ``auto``, a GPU keeps all as stored. A CPU widens those for which it has no kernel
+            if the whole model then takes half of the machine's memory at the most: it would else widen them in every forward.
+    """
+    stored = config.formats.title
+    if config.formats is ALL_PLAIN:
+        return as_stored, None
+    if given == "always":
+        return lambda format: True, Choice(f"{stored}, widened", GIVEN)
+    if given == "never" or device.type != "cpu":
+        return as_stored, Choice(f"{stored}, as stored", GIVEN if given == "never" else "on a GPU")
+    wide, memory = config.parameters * DTYPE_BYTES[dtype], usable_memory()
+    if wide > memory // 2:
+        return as_stored, Choice(f"{stored}, as stored", f"widened they take {_gb(wide)}, more than half of {_gb(memory)} here")
+    has_kernels = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    return (
+        lambda format: not (has_kernels and format.has_kernel(dtype, on_gpu=False)),
+        Choice(f"{stored}, widened where this CPU has no kernel for it", "that is faster, and fits into memory"),
+    )
 
 
 def num_gpus() -> int:

@@ -87,6 +87,11 @@ class Format(ABC):
         del dtypes
         return self
 
+    def has_kernel(self, dtype: str, on_gpu: bool) -> bool:
+        """Whether torch multiplies rows of ``dtype`` by such a matrix without widening it in memory first."""
+        del dtype, on_gpu
+        return False
+
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         """Memory that the matrix takes; ``element_bytes``: of a number of the model's dtype."""
         del element_bytes

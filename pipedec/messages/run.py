@@ -37,6 +37,7 @@ class RankDescription(Record, frozen=True):
         host: its name in cluster.yaml, else the machine's own.
         device: ``cpu``, or the driver's name of a GPU.
         dtype: of its model, with the format of quantized weights.
+        weights: how they are kept, if the checkpoint has them in fewer bits.
         transport, interface: of the steps that it sends.
         attention: the kernel of its layers.
         remarks: further notes for users.
@@ -54,13 +55,15 @@ class RankDescription(Record, frozen=True):
     remarks: tuple[str, ...] = ()
     since_epoch: int = 0
     link: LinkSpeed | None = None
+    weights: Choice | None = None
 
     def __str__(self) -> str:
         sending = f"{self.transport.name} over {self.interface.name} ({self.transport.why}; {self.interface.why})"
         attention = f"{self.attention.name} attention ({self.attention.why})"
         computing = f"{self.device}, {self.dtype.name} ({self.dtype.why})"
+        weights = [] if self.weights is None else [f"weights {self.weights.name} ({self.weights.why})"]
         links = [] if self.link is None else [f"to the next rank {self.link}"]
-        return "; ".join([computing, sending, *links, attention, *self.remarks])
+        return "; ".join([computing, *weights, sending, *links, attention, *self.remarks])
 
 
 class BitaDescription(Record, frozen=True):

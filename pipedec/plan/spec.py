@@ -84,6 +84,11 @@ class PipelineSpec:
         """The parts of the checkpoints that a rank reads."""
         return rank_parts(rank, self.layers, self.models)
 
+    def config_of(self, rank: int) -> ModelConfig | None:
+        """The model of a rank; None for a rank 0 without a draft."""
+        path = self.target if rank else self.draft
+        return None if path is None else model_config(path)
+
     @property
     def dtype(self) -> str:
         """Data type of the target, the same on every rank."""
