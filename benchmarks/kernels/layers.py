@@ -22,11 +22,13 @@ from pipedec.bench.record import Row, header
 from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.core.values import check_fields
 from pipedec.engine.build import DTYPES
-from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig
+from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig, Shape
 from pipedec.flags import Help
+from pipedec.formats import PLAIN, Format
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import Checkpoint, LaneRows, StageModel, device_capture
 from pipedec.model.matrices import Matrix
+from pipedec.model.weights import Target
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
@@ -176,13 +178,16 @@ class _RandomCheckpoint(Checkpoint):
     def __init__(self) -> None:  # it has no files
         pass
 
-    def read_into(self, targets: Mapping[str, Matrix], progress: Callable[[], None] | None = None) -> None:
+    def format_of(self, config: ModelConfig, name: str, shape: Shape) -> Format:
+        return PLAIN
+
+    def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         for target in targets.values():
-            assert isinstance(target, torch.Tensor)
-            if target.dim() == 1:
-                target.fill_(1.0)
-            else:
-                target.normal_(std=target.shape[1] ** -0.5)
+            for tensor in target.tensors() if isinstance(target, Matrix) else [target]:
+                if tensor.dim() == 1:
+                    tensor.fill_(1.0)
+                else:
+                    tensor.normal_(std=tensor.shape[1] ** -0.5)
 
 
 def random_stage(model: DecoderConfig, layers: range, dtype: torch.dtype, device: torch.device) -> StageModel:

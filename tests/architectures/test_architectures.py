@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.specs import bare_spec
 from torch import Tensor
+from transformers import conversion_mapping
+from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -100,6 +102,21 @@ def test_buffers_that_modules_ignore_are_no_foreign_tensors(tmp_path: Path) -> N
     save_file(tensors | {f"{layer}.sinks": torch.ones(4)}, file, {"format": "pt"})
     with pytest.raises(UserError, match=rf"{layer}.sinks is not part of this gpt_neox model"):
         Checkpoint(tmp_path).check_complete(config)
+
+
+def test_a_parameter_may_be_several_tensors_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up projections of Phi 3, which is one matrix in the model, as two tensors in the file."""
+    names = [f"mlp.{own}.weight" for own in ("gate_part", "up_part")]
+    merged = WeightConverter(names, "mlp.gate_up_proj.weight", [Concatenate(dim=0)])
+    known = conversion_mapping._build_checkpoint_conversion_mapping()
+    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", known | {"phi3": [merged]})
+    save_model("phi3", tmp_path / "fused", num_key_value_heads=4)
+    config = model_config(tmp_path / "fused")
+    assert names[1] in " ".join(config.layer_tensors(0))
+    assert len(config.layer_tensors(0)) == len(load_file(tmp_path / "fused/model.safetensors")) // LAYERS
+    pipeline = LocalPipeline.load(bare_spec(tmp_path / "fused", LAYERS, (2, 2)))
+    expected, _ = generated(load_transformers(tmp_path / "fused", torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
+    assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
 
 
 class DenseMLP(LlamaMLP):
