@@ -8,15 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import FAMILIES, save_tiny
 
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import ClusterConfig, RedisConfig, load_cluster, state_directory
 from pipedec.config.cluster import cluster_from_json, cluster_to_json
 from pipedec.config.redis import redis_config
 from pipedec.core.errors import UserError
 from pipedec.families import FAMILIES as SUPPORTED
 from pipedec.families import KNOWN_MODELS, model_by_name
+from pipedec.formats import ROUNDED, WeightFormat
 from pipedec.hardware import DEVICES, reported_device
 from pipedec.methods import LayerTreeOptions
+from pipedec.plan.held import HeldWeights, held
 from pipedec.plan.roofline import pass_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -336,7 +337,7 @@ def test_known_shapes_have_their_published_size() -> None:
 
 
 def test_compute_takes_over_near_the_roofline() -> None:
-    time = pass_time(DEVICES["rtx3090"], 10**9, 0, 6, WeightFormat("float32"))
+    time = pass_time(DEVICES["rtx3090"], HeldWeights(10**9, 4 * 10**9), "float32", 6)
     assert time.ms(64) == time.ms(1) == pytest.approx(4000 / 936 + 0.09)
     assert time.knee_rows == pytest.approx(76, abs=0.1)
     assert time.ms(152) == pytest.approx(2 * (time.ms(1) - 0.09) + 0.09, rel=0.01)
@@ -376,14 +377,18 @@ def test_a_gpu_is_compared_with_the_plan() -> None:
         assert DEVICES[planned].difference(name, round(gigabytes * 1e9)) == difference
 
 
+def of_int4(dtype: str) -> HeldWeights:
+    return held(ROUNDED["int4"], (62500, 16000), WeightFormat(dtype))
+
+
 def test_a_kernel_for_four_bits_reads_the_weights_again_for_every_sixteen_rows() -> None:
     gpu, cpu = DEVICES["rtx3090"], DEVICES["cpu"]
-    time = pass_time(gpu, 10**9, 0, 0, WeightFormat("bfloat16", "int4"))
+    time = pass_time(gpu, of_int4("bfloat16"), "bfloat16")
     assert time.ms(1) == time.ms(16) == pytest.approx(625 / 936)
     assert time.ms(17) == time.ms(32) == pytest.approx(2 * time.ms(1)) and time.ms(64) == pytest.approx(4 * time.ms(1))
     assert time.knee_rows == 16
-    assert pass_time(gpu, 10**9, 0, 0, WeightFormat("float16", "int4")).reread_ms == 0, "widened before the product"
-    assert pass_time(cpu, 10**9, 0, 0, WeightFormat("bfloat16", "int4")).reread_ms == 0, "widened in its cache"
+    assert pass_time(gpu, of_int4("float16"), "float16").reread_ms == 0, "widened before the product"
+    assert pass_time(cpu, of_int4("bfloat16"), "bfloat16").reread_ms == 0, "widened in its cache"
 
 
 def test_a_gpu_is_known_by_the_name_that_its_driver_reports() -> None:

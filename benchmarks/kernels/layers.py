@@ -19,12 +19,11 @@ from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from benchmarks.output import Device, check_known
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
-from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.core.values import check_fields
 from pipedec.engine.build import DTYPES
 from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig, Shape
 from pipedec.flags import Help
-from pipedec.formats import PLAIN, Format
+from pipedec.formats import DTYPE_BYTES, PLAIN, Format
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import Checkpoint, LaneRows, StageModel, device_capture
 from pipedec.model.matrices import Matrix

@@ -11,6 +11,7 @@ from pipedec.checkpoints.digests import (
     weight_files,
     weights_digest,
 )
+from pipedec.checkpoints.known import KnownTensors
 from pipedec.checkpoints.parts import (
     CheckpointPart,
     LayerSpan,
@@ -26,7 +27,8 @@ from pipedec.checkpoints.parts import (
 from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
 __all__ = [
-    "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "LayerSpan", "StoredTensor", "TensorDigests", "TensorFiles",
-    "check_here", "check_trained_for", "combined", "config_digest", "fingerprint", "first_difference", "has_weights",
-    "merged", "part_digests", "rank_parts", "sample_digest", "span_shapes", "stored_tensors", "weight_files", "weights_digest",
+    "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "KnownTensors", "LayerSpan", "StoredTensor", "TensorDigests",
+    "TensorFiles", "check_here", "check_trained_for", "combined", "config_digest", "fingerprint", "first_difference",
+    "has_weights", "merged", "part_digests", "rank_parts", "sample_digest", "span_shapes", "stored_tensors", "weight_files",
+    "weights_digest",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.core.errors import UserError
-from pipedec.formats import DTYPE_BITS
+from pipedec.formats import DTYPE_BITS, Format, Formats, file_names
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 
@@ -86,6 +86,12 @@ class TensorFiles:
     def is_whole(self) -> bool:
         """Whether all files are here."""
         return len(self.places) == len(self.file_of)
+
+    def format_of(self, formats: Formats, name: str, shape: Shape) -> Format:
+        """How a tensor of the model lies in the checkpoint. Raises UserError if sizes or types of what is there do not suit."""
+        format, prefix = formats.of(name, shape, self.file_of), name.removesuffix("weight")
+        here = [one for one in file_names(name, format, shape) if one in self.places]
+        return format.resolved({one.removeprefix(prefix): self.places[one].dtype for one in here})
 
     def check_here(self, names: Iterable[str]) -> None:
         """Raises UserError if a tensor among ``names`` is missing, or its file is not here."""

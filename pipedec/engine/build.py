@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from pipedec.checkpoints import has_weights
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import AUTO, NONE, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
@@ -20,7 +19,7 @@ from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
 from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
-from pipedec.formats import ALL_PLAIN
+from pipedec.formats import ALL_PLAIN, WeightFormat
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
 from pipedec.kv import KVManager
@@ -142,7 +141,7 @@ def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
     """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
     costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.settings.passage)
-    parts = [(stop - start, rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
+    parts = [(range(start, stop), rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
     return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)
 

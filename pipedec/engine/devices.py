@@ -17,12 +17,11 @@ from typing import TypeVar
 
 import torch
 
-from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.config import AUTO
 from pipedec.config.environment import onednn_limit, usable_cpus, usable_memory
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig
-from pipedec.formats import ALL_PLAIN
+from pipedec.formats import ALL_PLAIN, DTYPE_BYTES
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.messages.run import Choice
 from pipedec.model.formats import Widens

@@ -87,8 +87,8 @@ class Format(ABC):
         del dtypes
         return self
 
-    def has_kernel(self, dtype: str, on_gpu: bool) -> bool:
-        """Whether torch multiplies rows of ``dtype`` by such a matrix without widening it in memory first."""
+    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
+        """Whether torch multiplies rows of this dtype by the matrix as it lies in memory, without widening it first."""
         del dtype, on_gpu
         return False
 
@@ -108,6 +108,9 @@ class Plain(Format):
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return {"weight": FileTensor(FLOATS, shape, None if not shape else 0)}
+
+    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
+        return True
 
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         return math.prod(shape) * element_bytes
@@ -181,6 +184,9 @@ class Rounded(Format):
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return PLAIN.tensors(shape)
 
+    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
+        return self.bits == 4 and dtype == "bfloat16" and on_gpu
+
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         outputs, inputs = shape
         scales = outputs * element_bytes * (1 if self.bits == 8 else 2 * inputs // self.group)
@@ -188,3 +194,17 @@ class Rounded(Format):
 
 
 ROUNDED = {"int8": Rounded(8), "int4": Rounded(4)}
+
+
+class AllRounded(Formats):
+    """Every matrix rounded while it is read: those of layers as ``quantize`` names it, those of embedding and head to 8 bits.
+
+    Args:
+        tables: the names of embedding and head.
+    """
+
+    def __init__(self, quantize: str, tables: Collection[str]) -> None:
+        self.title, self._tables = quantize, tables
+
+    def stated(self, name: str) -> Format:
+        return ROUNDED["int8" if name in self._tables else self.title]

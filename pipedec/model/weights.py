@@ -44,10 +44,7 @@ class Checkpoint:
 
     def format_of(self, config: ModelConfig, name: str, shape: Shape) -> Format:
         """How a tensor of the model lies in the checkpoint. Raises UserError if the sizes or types do not suit."""
-        format = config.formats.of(name, shape, self.names)
-        prefix, places = name.removesuffix("weight"), self._files.places
-        found = {one.removeprefix(prefix): places[one].dtype for one in file_names(name, format, shape) if one in places}
-        return format.resolved(found)
+        return self._files.format_of(config.formats, name, shape)
 
     def check_complete(self, config: ModelConfig, is_part: bool = False) -> None:
         """Check that the checkpoint holds every tensor of the model with its shape, and no others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from pipedec.families import model_by_name
 from pipedec.plan.costs import ModelCosts
@@ -41,10 +42,10 @@ def agreed_budget(spec: PipelineSpec, measured: Mapping[int, int]) -> KVBudget:
 def kv_budget(spec: PipelineSpec, measured: Mapping[int, int] | None = None) -> KVBudget:
     """The memory of every rank for keys and values: bytes as given by the user, else as ``measured`` (by rank) or planned."""
     limits, target = spec.settings.limits, _costs(spec, 1)
-    token_bytes = {rank: (stop - start) * target.layer_token_bytes for rank, (start, stop) in enumerate(spec.layers, start=1)}
+    token_bytes = {rank: target.token_bytes(range(*layers)) for rank, layers in enumerate(spec.layers, start=1)}
     if spec.draft is not None:
         draft = _costs(spec, 0)
-        token_bytes = {0: draft.model.num_hidden_layers * draft.layer_token_bytes, **token_bytes}
+        token_bytes = {0: draft.token_bytes(range(draft.model.num_hidden_layers)), **token_bytes}
     ranks = []
     for rank, per_token in token_bytes.items():
         planned = DEFAULT_BYTES if spec.kv_room is None else spec.kv_room[rank]
@@ -53,13 +54,13 @@ def kv_budget(spec: PipelineSpec, measured: Mapping[int, int] | None = None) -> 
 
 
 def rank_needs(spec: PipelineSpec, rank: int) -> RankNeeds:
-    """Memory that a rank with a model allocates on a GPU. Weights are counted by their shapes, as in a plan."""
-    costs = _costs(spec, rank)
-    start, stop = (0, costs.model.num_hidden_layers) if rank == 0 else spec.layers[rank - 1]
-    token_bytes = (stop - start) * costs.layer_token_bytes
-    held = costs.weight_bytes(stop - start, rank <= 1, rank in (0, len(spec.layers)))
+    """Memory that a rank with a model allocates on a GPU. Weights are counted as its part of the checkpoint has them."""
+    costs = replace(_costs(spec, rank), reads_headers=True)
+    layers = range(costs.model.num_hidden_layers) if rank == 0 else range(*spec.layers[rank - 1])
+    token_bytes = costs.token_bytes(layers)
+    held_bytes = costs.weight_bytes(layers, rank <= 1, rank in (0, len(spec.layers)))
     beyond_the_slots = spec.kv_block * token_bytes  # memory of the pool for a learned prompt, and unused slots
-    return RankNeeds(held + costs.rank_bytes + beyond_the_slots, token_bytes)
+    return RankNeeds(held_bytes + costs.rank_bytes + beyond_the_slots, token_bytes)
 
 
 def _costs(spec: PipelineSpec, rank: int) -> ModelCosts:

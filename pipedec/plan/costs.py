@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from pipedec.checkpoints.formats import WeightFormat
+from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
-from pipedec.families import ModelConfig
-from pipedec.formats import WIDENED_VALUES
+from pipedec.families import ModelConfig, Shape
+from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
+from pipedec.plan.held import HeldWeights, held, together
 from pipedec.plan.roofline import PassTime, pass_time
 
 # Assumptions about a rank on a GPU, which the driver's figures of a running rank may correct.
@@ -44,7 +47,13 @@ class RankTiming:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Bytes and milliseconds of the target's parts."""
+    """Bytes and milliseconds of a model's parts.
+
+    Attributes:
+        formats: how weights are kept in memory; by default as the checkpoint has them, unless they are rounded.
+        reads_headers: whether the types of tensors count that only the headers of safetensors files give. Plans, which must be
+            the same on hosts with other parts of the checkpoint, do without them. A GGUF file is whole on every host.
+    """
 
     model: ModelConfig
     weights: WeightFormat
@@ -52,25 +61,32 @@ class ModelCosts:
     max_model_len: int
     passage: int
     utilization: float = 1.0
+    formats: Formats | None = None
+    reads_headers: bool = False
 
     def memory_bytes(self, device: str) -> int:
         """Memory of a device that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
         spec = DEVICES[device]
         return round(spec.memory_bytes * self.utilization) if spec.is_gpu else spec.memory_bytes
 
-    @property
-    def layer_kv_bytes(self) -> int:
-        """Past and tree cache of one layer: the context, a tree layer per timestep of a passage, and the layer that enters."""
-        return self._slots * self.layer_token_bytes
+    def kv_bytes(self, layers: range) -> int:
+        """Past and tree cache of layers: the context, a tree layer per timestep of a passage, and the layer that enters."""
+        return self._slots * self.token_bytes(layers)
+
+    def layer_bytes(self) -> list[int]:
+        """Weights and caches of each layer."""
+        slot_bytes = self._slots * self.weights.element_bytes
+        shapes = self.model.layers
+        return [layer.num_bytes + slot_bytes * shape.cached.num_values for layer, shape in zip(self._layers, shapes, strict=True)]
 
     @property
     def _slots(self) -> int:
         return self.max_model_len + self.rows * (self.passage + 1)
 
-    @property
-    def layer_token_bytes(self) -> int:
-        """One token in the KV cache of one layer."""
-        return self.model.cache_values_per_token * self.weights.element_bytes
+    def token_bytes(self, layers: range) -> int:
+        """One token in the KV caches of layers."""
+        shapes = self.model.layers[layers.start : layers.stop]
+        return sum(shape.cached.num_values for shape in shapes) * self.weights.element_bytes
 
     def workspace_bytes(self, device: str) -> int:
         """Memory besides weights and caches: what libraries take, activations of a prefill chunk, the logits of every row, and on
@@ -85,9 +101,9 @@ class ModelCosts:
 
     @property
     def gpu_bytes(self) -> int:
-        """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices while they are widened: in 8 bits of the
-        layers, in the graphs' memory, and of the head; in 4 bits of the head alone."""
-        widenings = {None: 0, "int4": 1, "int8": 2}[self.weights.quantize]
+        """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices without a kernel while they are widened:
+        those of the layers, in the graphs' memory, and those of the head."""
+        widenings = any(layer.widened for layer in self._layers) + (self._ends(False, True).widened > 0)
         return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widenings * WIDENED_VALUES * self.weights.element_bytes
 
     @property
@@ -112,22 +128,51 @@ class ModelCosts:
         """Activations of one row that a layer holds at a time."""
         return 4 * self.model.hidden_size + 3 * self.model.inner_size
 
-    def weight_bytes(self, layers: int, first: bool, last: bool) -> int:
+    def weight_bytes(self, layers: range, first: bool, last: bool) -> int:
         """Weights of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored
         twice unless one stage is both."""
-        embedding, norm = self.model.embedding_parameters, self.model.hidden_size
-        shared = first and last and self.model.tie_word_embeddings
-        tables = embedding * (first + last - shared) * self.weights.table_bytes
-        in_layers = layers * self.model.layer_parameters * self.weights.layer_bytes
-        return round(in_layers + tables + norm * last * self.weights.element_bytes)
+        return self._ends(first, last).num_bytes + sum(self._layers[layer].num_bytes for layer in layers)
 
-    def pass_time(self, device: DeviceSpec, layers: int, last: bool) -> PassTime:
+    def pass_time(self, device: DeviceSpec, layers: range, last: bool) -> PassTime:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
-        head = last * (self.model.embedding_parameters + self.model.hidden_size)
-        in_layers = layers * self.model.layer_parameters
-        return pass_time(device, in_layers, head, layers, self.weights, self.model.cache_values_per_token)
+        read = together([*(self._layers[layer] for layer in layers), self._ends(False, last)])
+        return pass_time(device, read, self.weights.dtype, len(layers), self.token_bytes(layers))
+
+    def layer_ms(self, device: DeviceSpec) -> list[float]:
+        """A pass of ``rows`` rows through each layer alone."""
+        times = {layer: pass_time(device, layer, self.weights.dtype, 1).ms(self.rows) for layer in set(self._layers)}
+        return [times[layer] for layer in self._layers]
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
-        """Number of layers that fit on a device beside everything else, of which another rank may have taken a part."""
-        other = self.weight_bytes(0, first, last) + self.workspace_bytes(device) + taken_bytes
-        return max(0, (self.memory_bytes(device) - other) // (self.weight_bytes(1, False, False) + self.layer_kv_bytes))
+        """Bytes that a device leaves for layers beside everything else, of which another rank may have taken a part. Below 0 if
+        that does not fit."""
+        other = self.weight_bytes(range(0), first, last) + self.workspace_bytes(device) + taken_bytes
+        return self.memory_bytes(device) - other
+
+    @cached_property
+    def _layers(self) -> tuple[HeldWeights, ...]:
+        return tuple(self._held(self.model.layer_tensors(layer)) for layer in range(self.model.num_hidden_layers))
+
+    def _ends(self, first: bool, last: bool) -> HeldWeights:
+        """What a stage holds beside its layers."""
+        model = self.model
+        shapes = model.embedding_tensors() if first else {}
+        return self._held(shapes | model.norm_tensors() | model.head_tensors(self._tensors.names) if last else shapes)
+
+    def _held(self, shapes: Mapping[str, Shape]) -> HeldWeights:
+        formats = {
+            name: self._tensors.format_of(name, shape, self._formats, self.reads_headers) for name, shape in shapes.items()
+        }
+        return together(held(formats[name], shape, self.weights) for name, shape in shapes.items())
+
+    @cached_property
+    def _tensors(self) -> KnownTensors:
+        return KnownTensors(self.model)
+
+    @cached_property
+    def _formats(self) -> Formats:
+        if self.formats is not None:
+            return self.formats
+        if self.weights.quantize is None:
+            return self.model.formats
+        return AllRounded(self.weights.quantize, self.model.embedding_tensors() | self.model.head_tensors(self._tensors.names))

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, floor
 
-from pipedec.checkpoints.formats import DTYPE_BYTES, WeightFormat
 from pipedec.config import AUTO, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Cut
@@ -18,6 +17,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_ROWS, DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
 from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import checkpoint_dtype, model_by_name
+from pipedec.formats import DTYPE_BYTES, WeightFormat
 from pipedec.hardware import DEVICES, GIGA, DeviceSpec, LinkSpec
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
@@ -169,8 +169,8 @@ class Plan:
         """
         if self.draft is None or self.draft_costs is None:
             return None
-        device, layers = DEVICES[self.draft.placement.device], self.draft_costs.model.num_hidden_layers
-        forward_ms = self.draft_costs.pass_time(device, layers, True).ms(DRAFTED_ROWS)
+        device = DEVICES[self.draft.placement.device]
+        forward_ms = self.draft_costs.pass_time(device, self.draft.layers, True).ms(DRAFTED_ROWS)
         return self.speculating_ms(self.top1 if top1 is None else top1, forward_ms)
 
     def speculating_ms(self, top1: float, forward_ms: float) -> float:
@@ -353,18 +353,19 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: Stag
         return explicit_layers(cut.layers, num_layers), []
     ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
     devices = [DEVICES[place.device] for place in places]
-    layer_ms = [costs.pass_time(device, 1, False).ms(costs.rows) for device in devices]
-    extra_ms = [costs.pass_time(device, 0, last).ms(costs.rows) for device, (_, last) in zip(devices, ends, strict=True)]
+    layer_ms = [costs.layer_ms(device) for device in devices]
+    extra_ms = [costs.pass_time(device, range(0), last).ms(costs.rows) for device, (_, last) in zip(devices, ends, strict=True)]
     taken = [0] * stages
     if draft and draft.placement in places:
         shared = places.index(draft.placement)
         extra_ms[shared] += draft.compute_ms
         taken[shared] = draft.total_bytes
     room = [costs.room(device.name, *end, used) for device, end, used in zip(devices, ends, taken, strict=True)]
+    layer_bytes = costs.layer_bytes()
     try:
-        return explicit_layers(balance(num_layers, layer_ms, extra_ms, room), num_layers), []
+        return explicit_layers(balance(layer_ms, extra_ms, layer_bytes, room), num_layers), []
     except UserError as error:
-        unlimited = balance(num_layers, layer_ms, extra_ms, [num_layers] * stages)
+        unlimited = balance(layer_ms, extra_ms, [0] * num_layers, [0] * stages)
         return explicit_layers(unlimited, num_layers), [str(error)]
 
 
@@ -372,11 +373,11 @@ def _plan_rank(
     costs: ModelCosts, rank: int, place: Placement, group: int, layers: range, link: LinkSpec, row_bytes: int, is_last: bool
 ) -> StagePlan:
     """Rank 0 with the whole draft, or a stage. ``row_bytes`` as of ``RankTiming``; ``is_last``: it has the head."""
-    count, device = len(layers), DEVICES[place.device]
+    device = DEVICES[place.device]
     return StagePlan(
-        rank, place, group, layers, costs.weight_bytes(count, rank <= 1, is_last), count * costs.layer_kv_bytes,
-        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), count * costs.layer_token_bytes,
-        RankTiming(costs.pass_time(device, count, is_last), link, row_bytes), costs.rows,
+        rank, place, group, layers, costs.weight_bytes(layers, rank <= 1, is_last), costs.kv_bytes(layers),
+        costs.workspace_bytes(device.name), costs.memory_bytes(device.name), costs.token_bytes(layers),
+        RankTiming(costs.pass_time(device, layers, is_last), link, row_bytes), costs.rows,
     )  # fmt: skip
 
 

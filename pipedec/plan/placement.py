@@ -6,16 +6,20 @@ Does not know whether the models fit there.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from pipedec.config import AUTO, NONE, ClusterConfig, DeviceConfig, ServerConfig
 from pipedec.config.cluster import PartitionConfig
 from pipedec.core.errors import UserError
 from pipedec.hardware import DEVICES
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -217,27 +221,83 @@ def explicit_layers(counts: Sequence[int], num_layers: int) -> list[range]:
     return list(itertools.starmap(range, itertools.pairwise(itertools.accumulate(counts, initial=0))))
 
 
-def balance(num_layers: int, layer_ms: Sequence[float], extra_ms: Sequence[float], room: Sequence[int]) -> list[int]:
+_PER_MS = 10**9  # times are compared in picoseconds, whole numbers whose sums do not depend on their order
+_NEVER = 2**61
+
+
+def balance(
+    layer_ms: Sequence[Sequence[float]], extra_ms: Sequence[float], layer_bytes: Sequence[int], room: Sequence[int]
+) -> list[int]:
     """The number of layers of each stage, at least 1, that makes the slowest stage as fast as possible.
 
-    Stage i takes ``extra_ms[i] + layers · layer_ms[i]`` and holds at most ``room[i]`` layers. Each further layer goes to the
-    stage that is fastest with it (of equals the first). This is exact: it takes the cheapest of all (stage, number of layers)
-    steps, so no other split has a lower maximum. UserError if the layers do not fit.
+    Of such cuts it is the one whose layers are done earliest: the sum over all layers of what their stage takes with those before
+    them is the least. Of equals, the first stages have the most layers.
+
+    Args:
+        layer_ms: for each stage, milliseconds of every layer of the model there.
+        extra_ms: for each stage, milliseconds of what it computes beside layers.
+        layer_bytes: memory of every layer.
+        room: for each stage, memory for layers, in bytes.
+
+    Raises:
+        UserError: the layers do not fit.
     """
-    stages = len(layer_ms)
+    import numpy as np  # which commands need not load for their help
+
+    stages, num_layers = len(layer_ms), len(layer_bytes)
     if stages > num_layers:
         raise UserError(f"{stages} stages, but the target has {num_layers} layers: use at most {num_layers}")
-    for stage, layers in enumerate(room, start=1):
-        if layers < 1:
+    for stage, stage_room in enumerate(room, start=1):
+        if stage_room < min(layer_bytes):
             raise UserError(f"stage {stage} has no room for a single layer")
-    if sum(room) < num_layers:
-        raise UserError(f"the {stages} stages have room for {sum(room)} layers, the target has {num_layers}")
-    counts = [1] * stages
-    queue = [(extra_ms[stage] + 2 * layer_ms[stage], stage) for stage in range(stages) if room[stage] > 1]
-    heapq.heapify(queue)
-    for _ in range(num_layers - stages):
-        _, stage = heapq.heappop(queue)
-        counts[stage] += 1
-        if counts[stage] < room[stage]:
-            heapq.heappush(queue, (extra_ms[stage] + (counts[stage] + 1) * layer_ms[stage], stage))
-    return counts
+
+    def spans(of_layers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sums over the layers [first, last) at [..., first, last]."""
+        ends = np.concatenate([np.zeros_like(of_layers[..., :1]), of_layers.cumsum(-1)], -1)
+        return ends[..., None, :] - ends[..., :, None]
+
+    def whole(times: Sequence[float] | Sequence[Sequence[float]]) -> NDArray[np.int64]:
+        return np.rint(np.asarray(times) * _PER_MS).astype(np.int64)
+
+    is_part = np.triu(np.ones((num_layers + 1, num_layers + 1), dtype=bool), 1)
+    fits = is_part & (spans(np.array(layer_bytes)) <= np.array(room)[:, None, None])
+    takes = spans(whole(layer_ms)) + whole(extra_ms)[:, None, None]
+    slowest = _best_ends(np.where(fits, takes, _NEVER), np.maximum)[0]
+    if slowest >= _NEVER:
+        raise UserError(f"the {stages} stages have room for {_most_layers(fits)} layers, the target has {num_layers}")
+    done = np.where(is_part, takes, 0).cumsum(2)
+    _, ends = _best_ends(np.where(fits & (takes <= slowest), done, _NEVER), np.add)
+    cuts = list(itertools.accumulate(ends, lambda first, of_first: int(of_first[first]), initial=0))
+    return [last - first for first, last in itertools.pairwise(cuts)]
+
+
+def _best_ends(costs: NDArray[Any], joined: Callable[[Any, Any], Any]) -> tuple[int, list[NDArray[Any]]]:
+    """The least cost of a cut, and for each stage by its first layer where its layers end then, of equals the last.
+
+    Args:
+        costs: of the layers [first, last) on each stage, [stage, first, last].
+        joined: the cost of two parts together.
+    """
+    import numpy as np
+
+    stages, size, _ = costs.shape
+    rest = np.full(size, _NEVER)
+    rest[-1] = 0
+    ends = []
+    for stage in reversed(range(stages)):
+        whole = np.minimum(joined(costs[stage], rest), _NEVER)
+        ends.append(size - 1 - whole[:, ::-1].argmin(1))
+        rest = whole.min(1)
+    return int(rest[0]), ends[::-1]
+
+
+def _most_layers(fits: NDArray[Any]) -> int:
+    """How many layers, from the first on, the stages hold at the most."""
+    import numpy as np
+
+    reached = np.arange(fits.shape[1]) == 0
+    most = 0
+    for stage in fits:
+        reached = (reached[:, None] & stage).any(0)
+        most = max(most, *np.flatnonzero(reached), 0)
+    return int(most)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from pipedec.checkpoints.formats import WeightFormat
+from pipedec.formats import DTYPE_BYTES
 from pipedec.hardware import GIGA, DeviceSpec
+from pipedec.plan.held import HeldWeights
 
 # Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
 # two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
@@ -40,8 +41,11 @@ class PassTime:
         Memory-bound up to ``knee_rows`` (or more, with much past), then compute-bound. The products of queries with keys and
         values are not counted: they are small beside the weights' at the lengths planned for.
         """
-        again_ms = (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
-        return max(self.read_ms + again_ms + past * self.past_ms, rows * self.row_ms) + self.launch_ms
+        return max(self.weights_ms(rows) + past * self.past_ms, rows * self.row_ms) + self.launch_ms
+
+    def weights_ms(self, rows: int) -> float:
+        """Milliseconds in which the weights are read for so many rows."""
+        return self.read_ms + (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
 
     def slowed(self, factor: float) -> PassTime:
         """With every part so many times as long."""
@@ -54,17 +58,16 @@ class PassTime:
         return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
 
 
-def pass_time(
-    device: DeviceSpec, layer_weights: int, head_weights: int, layers: int, weights: WeightFormat, cache_values: int = 0
-) -> PassTime:
-    """A forward pass on ``device`` through ``layers`` layers, with ``layer_weights`` in all, and a head of ``head_weights``.
+def pass_time(device: DeviceSpec, weights: HeldWeights, dtype: str, layers: int = 0, past_bytes: int = 0) -> PassTime:
+    """A forward pass on ``device`` of rows in ``dtype`` by these weights, those of ``layers`` layers and perhaps of a head.
 
-    ``cache_values`` are the elements of one token in the KV cache of one layer.
+    ``past_bytes`` are those of one token in the KV caches of the layers.
     """
     byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA)
-    read_ms = weights.read_bytes(layer_weights, head_weights, device.is_gpu) * byte_ms
-    row_seconds = 2 * (layer_weights + head_weights) / device.peak_flops(weights.dtype)
-    launch_ms = layers * LAUNCH_US_PER_LAYER / 1000
-    past_ms = layers * cache_values * weights.element_bytes * byte_ms
-    reread_bytes = layer_weights * weights.layer_bytes if weights.widens_in_kernel and device.is_gpu else 0
-    return PassTime(read_ms, 1000 * row_seconds, launch_ms, past_ms, reread_bytes * byte_ms)
+    return PassTime(
+        read_ms=weights.read_bytes(DTYPE_BYTES[dtype], device.is_gpu) * byte_ms,
+        row_ms=1000 * 2 * weights.parameters / device.peak_flops(dtype),
+        launch_ms=layers * LAUNCH_US_PER_LAYER / 1000,
+        past_ms=past_bytes * byte_ms,
+        reread_ms=weights.kernel_bytes * byte_ms if device.is_gpu else 0.0,
+    )

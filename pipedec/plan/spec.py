@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from pipedec.checkpoints import CheckpointPart, rank_parts
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import AUTO, NONE, ServerConfig, Settings
 from pipedec.core.limits import KNEE_ROWS, MAX_PASSAGE
 from pipedec.families import ModelConfig, model_config
+from pipedec.formats import WeightFormat
 from pipedec.hardware import DEVICES
 from pipedec.messages.run import BitaDescription, RankDescription, RunDescription
 from pipedec.plan.dtypes import GIVEN

@@ -24,12 +24,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
 from architectures.zoo import LAYERS, architectures, save_config, save_model
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
+from pipedec.formats import WeightFormat
 from pipedec.model import Checkpoint, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED
 from pipedec.plan.costs import ModelCosts
@@ -65,8 +65,8 @@ def test_a_plan_counts_the_bytes_that_stages_load(model_type: str, tmp_path: Pat
     costs = ModelCosts(config, WeightFormat("float32"), 8, 512, 1)
     for layers in (range(2), range(2, 4), range(4, LAYERS), range(LAYERS)):
         stage = StageModel.load(tmp_path, layers, torch.float32, "cpu", config)
-        assert stage.stack.num_bytes == costs.weight_bytes(len(layers), layers.start == 0, layers.stop == LAYERS)
-        assert stage.make_pool(64, block=16).num_bytes == (64 + 16) * len(layers) * costs.layer_token_bytes
+        assert stage.stack.num_bytes == costs.weight_bytes(layers, layers.start == 0, layers.stop == LAYERS)
+        assert stage.make_pool(64, block=16).num_bytes == (64 + 16) * costs.token_bytes(layers)
 
 
 def test_a_plan_counts_the_keys_and_values_that_are_computed_from_latents(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ import torch
 from support.clusters import clustered
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import DeviceConfig, ServerConfig, Settings
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
 from pipedec.engine.build import resolve, resolve_partition, room_on, weights_on
 from pipedec.engine.devices import arithmetic_of
+from pipedec.formats import WeightFormat
 from pipedec.plan.dtypes import Arithmetic
 from pipedec.plan.emulation import Emulation
 from pipedec.plan.partition import plan

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.clusters import clustered
 
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.config import ClusterConfig, DeviceConfig, ServerConfig
+from pipedec.formats import WeightFormat
 from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
 from pipedec.plan.partition import plan
 

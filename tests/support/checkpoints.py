@@ -20,8 +20,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipedec.checkpoints.formats import WeightFormat
 from pipedec.families import model_by_name
+from pipedec.formats import WeightFormat
 from pipedec.plan.costs import ModelCosts
 
 FAMILIES = {
@@ -83,4 +83,4 @@ def stage_parameters(directory: Path, layers: range) -> int:
     """Parameters of a stage with these layers, as a plan counts them by the shape of the checkpoint."""
     shape = model_by_name(str(directory))
     costs = ModelCosts(shape, WeightFormat("float32"), rows=0, max_model_len=0, passage=1)
-    return costs.weight_bytes(len(layers), layers.start == 0, layers.stop == shape.num_hidden_layers) // 4
+    return costs.weight_bytes(layers, layers.start == 0, layers.stop == shape.num_hidden_layers) // 4

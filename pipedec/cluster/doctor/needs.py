@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, merged, rank_parts
-from pipedec.checkpoints.formats import DTYPE_BYTES
 from pipedec.config import NONE, ClusterConfig
 from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_by_name
+from pipedec.formats import DTYPE_BYTES
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES
 from pipedec.plan.partition import Plan, StagePlan

@@ -1,0 +1,67 @@
+"""What is known of a model's tensors before they are read: by the headers that are here, else by its ``config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from pipedec.checkpoints.parts import LayerSpan, span_shapes
+from pipedec.checkpoints.tensors import INDEX_FILE, TensorFiles
+from pipedec.core.errors import UserError
+from pipedec.families import ModelConfig, Shape
+from pipedec.formats import Format, Formats, file_names
+from pipedec.gguf import INDEX_FILE as GGUF_INDEX
+
+
+class KnownTensors:
+    """The tensors of a model, with or without files.
+
+    Attributes:
+        names: of those in the checkpoint. Of a model without files, of embedding and head, which are plain unless its description
+            says otherwise.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._files = _known_files(config.directory) if config.location else None
+        tables = config.embedding_tensors() | config.head_tensors()
+        self.names: Collection[str] = tables.keys() if self._files is None else self._files.file_of.keys()
+
+    def format_of(self, name: str, shape: Shape, formats: Formats, by_headers: bool = True) -> Format:
+        """How a tensor is stored in a checkpoint of these formats. Raises UserError if its sizes do not suit.
+
+        ``by_headers``: whether the types in the headers that are here count, also those of a safetensors file. Hosts may have
+        different ones of these; a GGUF file is whole on each.
+        """
+        if self._files is not None and (by_headers or self._files.gguf is not None):
+            return self._files.format_of(formats, name, shape)
+        return formats.of(name, shape, self.names)
+
+    def file_bytes(self, span: LayerSpan, element_bytes: int) -> dict[str, int]:
+        """The size in the files of every tensor of the model that a stage reads; ``element_bytes``: of a number that is plain, of
+        tensors whose headers are not here.
+        """
+        places = {} if self._files is None else self._files.places
+        found = {}
+        for name, shape in span_shapes(self._config, span, self.names).items():
+            format = self.format_of(name, shape, self._config.formats)
+            here = [places[one].num_bytes for one in file_names(name, format, shape) if one in places]
+            found[name] = sum(here) if here else format.held_bytes(shape, element_bytes)
+        return found
+
+
+def _known_files(directory: Path) -> TensorFiles | None:
+    """The files of a checkpoint; None if it has none here, or damaged ones, which their reader reports. Headers are read again
+    only after a file has changed.
+    """
+    files = sorted(file for pattern in (INDEX_FILE, GGUF_INDEX, "*.safetensors") for file in directory.glob(pattern))
+    with suppress(UserError, OSError):
+        return _read(directory, tuple((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
+    return None
+
+
+@lru_cache(maxsize=8)
+def _read(directory: Path, changed: tuple[tuple[Path, int], ...]) -> TensorFiles | None:
+    return TensorFiles(directory) if changed else None
