@@ -15,7 +15,6 @@ from pathlib import Path
 
 from pipedec.core.errors import UserError
 from pipedec.formats import DTYPE_BITS, Format, Formats, file_names
-from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 
 SINGLE_FILE = "model.safetensors"
@@ -52,7 +51,7 @@ class TensorFiles:
 
     def __init__(self, model: str | Path) -> None:
         self.directory = model_files(model)
-        self.gguf = TensorIndex.load(self.directory) if (self.directory / GGUF_INDEX).exists() else None
+        self.gguf = TensorIndex.found(self.directory)
         self.file_of: dict[str, Path] = {}
         self.places: dict[str, StoredTensor] = {}
         if self.gguf is not None:

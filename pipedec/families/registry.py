@@ -15,8 +15,8 @@ from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
 from pipedec.families.transformers import transformers_config
-from pipedec.formats import Formats, stated_formats
-from pipedec.gguf import model_files
+from pipedec.formats import Formats, indexed_formats, stated_formats
+from pipedec.gguf import BLOCKS, TensorIndex, model_files
 from pipedec.validation import read_text, validated
 
 ModelImpl = Literal["auto", "pipedec", "transformers"]
@@ -90,7 +90,12 @@ def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
 
 
 def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
-    """How the weights of a checkpoint are stored, by its ``config.json``. Raises UserError for what is not supported."""
+    """How the weights of a checkpoint are stored: by the index of its GGUF file, if it has one, or its ``config.json``.
+
+    Raises UserError for what is not supported.
+    """
+    if (index := TensorIndex.found(directory)) is not None:
+        return indexed_formats(index)
     try:
         return stated_formats(document.get("quantization_config"))
     except UserError as error:
@@ -108,13 +113,19 @@ def model_by_name(name: str) -> ModelConfig:
 def checkpoint_dtype(name: str | Path) -> str:
     """The dtype in which a model was published: the known ones in bfloat16, a checkpoint as its ``config.json`` has it.
 
-    A file that names none counts as float32. So does a GGUF file, whose weights are de-quantised in float32. UserError if there
-    is no such model.
+    A file that names none counts as float32. A GGUF file has the 16 bits of its matrices, or bfloat16 if any are quantized.
+    UserError if there is no such model.
     """
     if name in KNOWN_MODELS:
         return "bfloat16"
     _check_known(name)
-    document = json_object(model_files(name) / "config.json")
+    directory = model_files(name)
+    if (index := TensorIndex.found(directory)) is not None:
+        types = {place.type for place in index.tensors.values() if len(place.shape) > 1}
+        if "BF16" in types or not types.isdisjoint(BLOCKS):
+            return "bfloat16"
+        return "float16" if "F16" in types else "float32"
+    document = json_object(directory / "config.json")
     return str(document.get("dtype") or document.get("torch_dtype") or "float32")
 
 

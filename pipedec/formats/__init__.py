@@ -14,10 +14,11 @@ from pipedec.formats.base import (
     Rounded,
     file_names,
 )
+from pipedec.formats.ggml import Ggml, GgufFormats, indexed_formats
 from pipedec.formats.quantization import stated_formats
 from pipedec.formats.weights import DTYPE_BYTES, WeightFormat
 
 __all__ = [
     "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "PLAIN", "ROUNDED", "WIDENED_VALUES", "AllRounded", "FileTensor", "Format",
-    "Formats", "Plain", "Rounded", "WeightFormat", "file_names", "stated_formats",
+    "Formats", "Ggml", "GgufFormats", "Plain", "Rounded", "WeightFormat", "file_names", "indexed_formats", "stated_formats",
 ]  # fmt: skip

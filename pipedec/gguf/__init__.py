@@ -1,13 +1,14 @@
 """GGUF files (llama.cpp's format of one file for weights, sizes and tokenizer) as Hugging Face checkpoints.
 
 What is not weights is written once into a cache, in the files that a checkpoint's directory has; the weights stay in the GGUF
-file and are de-quantised as they are read. Knows no torch.
+file. Knows no torch.
 """
 
 from pipedec.gguf.files import NAMED_MODELS, is_gguf, is_named, located, model_files
-from pipedec.gguf.index import INDEX_FILE, TensorIndex, TensorPlace, write_quantized
+from pipedec.gguf.index import BLOCKS, INDEX_FILE, TensorIndex, TensorPlace, write_quantized
 
 __all__ = [
+    "BLOCKS",
     "INDEX_FILE",
     "NAMED_MODELS",
     "TensorIndex",

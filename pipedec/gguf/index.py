@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "gguf.json"
 WEIGHTS_FILE = "model.gguf"  # its name in a checkpoint's directory
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+BLOCKS = {
+    "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+"""Types of quantized matrices: how many values of a row form a block, and its bytes."""
+TYPES = ("F32", "F16", "BF16", *BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,20 @@ class TensorIndex:
 
     @classmethod
     def load(cls, directory: Path) -> TensorIndex:
-        """The index in ``directory``, which names a file there or elsewhere."""
-        document = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
-        places = {name: TensorPlace(**{**place, "shape": tuple(place["shape"])}) for name, place in document["tensors"].items()}
-        return cls(directory / document["file"], places)
+        """The index in ``directory``, which names a file there or elsewhere. Raises UserError if it is damaged."""
+        path = directory / INDEX_FILE
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            found = document["tensors"].items()
+            places = {name: TensorPlace(**{**place, "shape": tuple(place["shape"])}) for name, place in found}
+            return cls(directory / document["file"], places)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is no index of a GGUF file ({error}); copy the checkpoint again") from None
+
+    @classmethod
+    def found(cls, directory: Path) -> TensorIndex | None:
+        """As ``load``; None if ``directory`` has no index."""
+        return cls.load(directory) if (directory / INDEX_FILE).exists() else None
 
     def save(self, directory: Path) -> None:
         file = self.file.name if self.file.parent == directory else str(self.file)
@@ -71,24 +86,35 @@ class TensorIndex:
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
         """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C]; a vector as a whole, [C], and a number, [].
 
-        Raises UserError if the file cannot be read, or is shorter than it was.
+        Raises UserError as ``raw``.
         """
         import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
         place = self.tensors[name]
-        num_rows = place.shape[0] if len(place.shape) > 1 else 1
+        values = dequantize(self.raw(name, first, last), GGMLQuantizationType[place.type])
+        if len(place.shape) < 2:
+            values = values[0, _order(place)] if place.shape else values.reshape(())
+        return values + np.float32(place.added) if place.added else values
+
+    def raw(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
+        """A copy of rows ``first`` up to ``last`` of a matrix as they are in the file, uint8 [rows, bytes of a row], in the order
+        of the checkpoint; what is no matrix is one row, in that of the file.
+
+        Raises UserError if the file cannot be read, or is shorter than it was.
+        """
+        import numpy as np
+
+        place = self.tensors[name]
+        is_matrix = len(place.shape) > 1
+        num_rows = place.shape[0] if is_matrix else 1
         try:
-            raw = np.memmap(self.file, np.uint8, "r", place.offset, (num_rows, place.num_bytes // num_rows))
+            mapped = np.memmap(self.file, np.uint8, "r", place.offset, (num_rows, place.num_bytes // num_rows))
         except (OSError, ValueError) as error:
             raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
-        if len(place.shape) > 1:
-            values = dequantize(raw[_order(place)[first:last]], GGMLQuantizationType[place.type])
-        else:
-            values = dequantize(raw[0], GGMLQuantizationType[place.type])
-            values = values[_order(place)] if place.shape else values.copy().reshape(())
-        return values + np.float32(place.added) if place.added else values
+        rows = _order(place)[first:last] if is_matrix else np.zeros(1, np.int64)
+        return mapped.view(np.ndarray)[rows]
 
 
 def _order(place: TensorPlace) -> npt.NDArray[np.int64]:

@@ -12,10 +12,10 @@ from pipedec.model.flash_lanes import described_attention
 from pipedec.model.formats import WidenedMatrix, rounded
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
-from pipedec.model.weights import Checkpoint
+from pipedec.model.weights import Checkpoint, Target
 
 __all__ = [
     "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "LaneRows",
-    "NewCapture", "StageModel", "Usual", "WidenedMatrix", "checked_bita", "described_attention", "device_capture",
-    "load_markov", "rounded", "warm_up",
+    "NewCapture", "StageModel", "Target", "Usual", "WidenedMatrix", "checked_bita", "described_attention",
+    "device_capture", "load_markov", "rounded", "warm_up",
 ]  # fmt: skip

@@ -87,7 +87,7 @@ class Checkpoint:
             )
 
     def _is_widened(self, dtype: str, expected: FileTensor) -> bool:
-        """Whether a tensor of a GGUF file is de-quantised where a plain one is asked for."""
+        """Whether a quantized tensor of a GGUF file is widened as it is read, where a plain one is asked for (``--quantize``)."""
         return self._files.gguf is not None and "F32" in expected.dtypes
 
     def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
@@ -133,7 +133,7 @@ class Checkpoint:
         file, index = self._files.file_of[name], self._files.gguf
         if index is not None:
             rows = () if outputs is None or len(tensor.shape) < 2 else (outputs.start, outputs.stop)
-            return torch.from_numpy(index.read(name, *rows))
+            return torch.from_numpy(index.read(name, *rows) if "F32" in tensor.dtypes else index.raw(name, *rows))
         try:
             with safe_open(str(file), framework="pt") as opened:
                 return opened.get_tensor(name) if outputs is None else opened.get_slice(name)[tensor.places(outputs)]

@@ -24,8 +24,7 @@ from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
 from pipedec.formats import ALL_PLAIN, PLAIN
 from pipedec.gguf import model_files
-from pipedec.model import Checkpoint, WidenedMatrix, rounded
-from pipedec.model.weights import Target
+from pipedec.model import Checkpoint, Target, WidenedMatrix, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids

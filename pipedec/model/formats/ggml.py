@@ -1,0 +1,182 @@
+"""Matrices of GGUF files in the bits of their blocks, whose values are exactly those of the ``gguf`` library.
+
+The bits of a row are kept in another order than in the file, so that many inputs are widened at once: codes of 4 bits as in
+``packing``, the upper bits of larger codes in planes, the scales of all blocks side by side.
+
+Shape legend: n outputs, N outputs of the matrix, K inputs, S blocks, G groups of inputs with a scale, P planes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pipedec.core.errors import UserError
+from pipedec.formats import Format, Ggml
+from pipedec.model.formats.base import LOADED_VALUES, Held, Kernel, QuantizedMatrix
+from pipedec.model.formats.packing import int4_kernel, packed_halves, unpacked_halves
+
+_HALF = 8  # codes of 4 bits are kept less this
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the parts of a block are, by bytes.
+
+    Attributes:
+        scales: of its groups.
+        lower: codes, of which bytes hold the lower 4 bits of two; of 8 bits if ``lower_run`` is 0.
+        lower_run: consecutive inputs whose bits are the lower ones of as many bytes; those of the next ones are the upper.
+        upper: the bits of codes above 4, if they have more.
+        upper_bits: how many of them each input has.
+        upper_run: consecutive inputs whose bits are at the same place of as many bytes, those of the next ones above them; 1
+            for one input after another.
+        zero: the code of 0; None if a block has its smallest weights, too.
+        group: inputs that share a scale.
+    """
+
+    scales: slice
+    lower: slice
+    lower_run: int = 0
+    upper: slice | None = None
+    upper_bits: int = 0
+    upper_run: int = 1
+    zero: int | None = None
+    group: int = 32
+
+
+_LAYOUTS = {
+    "Q8_0": _Layout(slice(2), slice(2, 34), zero=0),
+    "Q4_0": _Layout(slice(2), slice(2, 18), 16, zero=8),
+    "Q4_1": _Layout(slice(4), slice(4, 20), 16),
+    "Q5_0": _Layout(slice(2), slice(6, 22), 16, slice(2, 6), 1, zero=16),
+    "Q5_1": _Layout(slice(4), slice(8, 24), 16, slice(4, 8), 1),
+    "Q4_K": _Layout(slice(16), slice(16, 144), 32),
+    "Q5_K": _Layout(slice(16), slice(48, 176), 32, slice(16, 48), 1, 32),
+    "Q6_K": _Layout(slice(192, 210), slice(128), 64, slice(128, 192), 2, 32, zero=32, group=16),
+}
+
+
+class GgmlMatrix(QuantizedMatrix):
+    """Blocks of one type.
+
+    Attributes of ``held``:
+    codes: int8 [N, K] for Q8_0; else the lower 4 bits less 8, see ``packed_halves``.
+    upper: uint8 [N, K / P], the bits of codes above 4, if the type has any: the lowest are those of the first inputs.
+    scales: uint8 [N, S, bytes], as they are in the blocks.
+    """
+
+    format: Ggml
+
+    @classmethod
+    def empty(cls, format: Format, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Self:
+        """A matrix without values. Raises UserError if its rows are not whole blocks."""
+        assert isinstance(format, Ggml)
+        if inputs % format.block_inputs:
+            raise UserError(f"{format.type} takes matrices whose inputs are a multiple of {format.block_inputs}, not {inputs}")
+        layout, blocks = _LAYOUTS[format.type], inputs // format.block_inputs
+        codes = torch.empty(outputs, inputs // (2 if layout.lower_run else 1), dtype=torch.int8, device=device)
+        scales = torch.empty(outputs, blocks, _length(layout.scales), dtype=torch.uint8, device=device)
+        held = {"codes": codes, "scales": scales}
+        if layout.upper is not None:
+            held["upper"] = torch.empty(outputs, inputs * layout.upper_bits // 8, dtype=torch.uint8, device=device)
+        return cls(format, (outputs, inputs), dtype, held)
+
+    @property
+    def layout(self) -> _Layout:
+        return _LAYOUTS[self.format.type]
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the rows of the file, uint8 [N, S · bytes of a block], slice by slice."""
+        first = 0
+        for part in self.slices(LOADED_VALUES):
+            rows = tensors["weight"][first : first + len(part)].to(self.device)
+            part._take(rows.unflatten(1, (-1, self.format.block_bytes)))
+            first += len(part)
+
+    def _take(self, blocks: Tensor) -> None:
+        layout = self.layout
+        self.held["scales"].copy_(blocks[..., layout.scales])
+        lower = blocks[..., layout.lower]
+        if not layout.lower_run:
+            self.held["codes"].copy_(lower.view(torch.int8).flatten(1))
+            return
+        self.held["codes"].copy_(packed_halves(_spread(lower, 4, layout.lower_run) - _HALF))
+        if layout.upper is not None:
+            planes = _spread(blocks[..., layout.upper], layout.upper_bits, layout.upper_run).chunk(8 // layout.upper_bits, 1)
+            upper = self.held["upper"].zero_()
+            for place, plane in enumerate(planes):
+                upper |= plane << (place * layout.upper_bits)
+
+    def values(self, held: Held) -> Tensor:
+        scales_nG, smallest_nG = self._scales(held)
+        wide_nK = self._codes(held).float()
+        grouped = wide_nK.unflatten(1, (-1, self.layout.group)).mul_(scales_nG[..., None])
+        if smallest_nG is not None:
+            grouped.add_(smallest_nG[..., None])
+        return wide_nK
+
+    def _codes(self, held: Held) -> Tensor:
+        """int8 [n, K], less the code of 0."""
+        layout = self.layout
+        if not layout.lower_run:
+            return held["codes"]
+        codes_nK = unpacked_halves(held["codes"])
+        if layout.upper is not None:
+            upper, mask = held["upper"], (1 << layout.upper_bits) - 1 << 4
+            for place, part in enumerate(codes_nK.chunk(8 // layout.upper_bits, 1)):
+                shift = place * layout.upper_bits - 4
+                part += ((upper >> shift if shift > 0 else upper << -shift) & mask).view(torch.int8)
+        offset = _HALF - (layout.zero or 0)
+        return codes_nK.add_(offset) if offset else codes_nK
+
+    def _scales(self, held: Held) -> tuple[Tensor, Tensor | None]:
+        """float32 [n, G]: what codes are multiplied by, and what is added to them, if the type has that."""
+        stored = held["scales"]
+        if self.format.type == "Q6_K":
+            scales = stored[..., 16:].view(torch.float16).float() * stored[..., :16].view(torch.int8)
+            return scales.flatten(1), None
+        factors = stored[..., :4].view(torch.float16).float()
+        if self.format.type in ("Q4_K", "Q5_K"):
+            first, second, both = stored[..., 4:].chunk(3, 2)
+            steps = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
+            drops = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
+            return (factors[..., :1] * steps).flatten(1), (factors[..., 1:] * drops).neg_().flatten(1)
+        return factors[..., 0], factors[..., 1] if self.layout.zero is None else None
+
+    def prepared(self, keeps_rows: bool = False) -> Self:
+        if self.dtype == torch.bfloat16 and not keeps_rows and (found := self._int4_kernel()) is not None:
+            self._kernel, self.held = found
+        return self
+
+    def _int4_kernel(self) -> tuple[Kernel, dict[str, Tensor]] | None:
+        """torch's kernel for 4 bits, with scales and weights of 0 in bfloat16; None if it does not take the type or the sizes.
+
+        A code c, from -8 to 7, stands for the weight c · s + z. Rounding s and z moves it by (8 |s| + |z|) / 256 at most, and
+        the largest weight that the group can have is 7 |s| + |z| at least: no weight is off by more than 8/7 of what rounding
+        that largest one to bfloat16 may do.
+        """
+        if not self.format.has_kernel:
+            return None
+        scales_NG, smallest_NG = self._scales(self.held)
+        zeros_NG = torch.zeros_like(scales_NG) if smallest_NG is None else smallest_NG + _HALF * scales_NG
+        return int4_kernel(self.held["codes"], scales_NG, zeros_NG, self.layout.group)
+
+
+def empty_ggml(format: Ggml, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> GgmlMatrix:
+    """A matrix without values. Raises UserError if its rows are not whole blocks."""
+    return GgmlMatrix.empty(format, outputs, inputs, dtype, device)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop) - int(part.start or 0)
+
+
+def _spread(packed: Tensor, bits: int, run: int) -> Tensor:
+    """uint8 [n, K] with numbers of ``bits`` from bytes [n, S, bytes], in the order of the inputs; see ``_Layout``."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    return (packed.unflatten(2, (-1, 1, run)) >> shifts & ((1 << bits) - 1)).flatten(1)
