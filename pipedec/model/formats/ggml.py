@@ -21,6 +21,7 @@ from pipedec.model.formats.base import LOADED_VALUES, Held, Kernel, QuantizedMat
 from pipedec.model.formats.packing import int4_kernel, packed_halves, unpacked_halves
 
 _HALF = 8  # codes of 4 bits are kept less this
+_SIX, _FOUR, _UPPER = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030  # the lower 6 and 4 bits of four bytes, and the upper ones of 6
 
 
 @dataclass(frozen=True)
@@ -127,26 +128,26 @@ class GgmlMatrix(QuantizedMatrix):
             return held["codes"]
         codes_nK = unpacked_halves(held["codes"])
         if layout.upper is not None:
-            upper, mask = held["upper"], (1 << layout.upper_bits) - 1 << 4
-            for place, part in enumerate(codes_nK.chunk(8 // layout.upper_bits, 1)):
-                shift = place * layout.upper_bits - 4
-                part += ((upper >> shift if shift > 0 else upper << -shift) & mask).view(torch.int8)
+            shifts = torch.arange(0, 8, layout.upper_bits, dtype=torch.int32, device=codes_nK.device)[:, None]
+            mask = 0x01010101 if layout.upper_bits == 1 else 0x03030303
+            upper_nK = (held["upper"].view(torch.int32)[:, None] >> shifts & mask).view(torch.int8).flatten(1)
+            codes_nK.add_(upper_nK, alpha=16)
         offset = _HALF - (layout.zero or 0)
         return codes_nK.add_(offset) if offset else codes_nK
 
     def _scales(self, held: Held) -> tuple[Tensor, Tensor | None]:
         """float32 [n, G]: what codes are multiplied by, and what is added to them, if the type has that."""
         stored = held["scales"]
+        halves = stored.view(torch.float16)  # its parts one by one, which are read at once
         if self.format.type == "Q6_K":
-            scales = stored[..., 16:].view(torch.float16).float() * stored[..., :16].view(torch.int8)
-            return scales.flatten(1), None
-        factors = stored[..., :4].view(torch.float16).float()
+            return (halves[..., -1:].float() * stored[..., :16].view(torch.int8).float()).flatten(1), None
         if self.format.type in ("Q4_K", "Q5_K"):
-            first, second, both = stored[..., 4:].chunk(3, 2)
-            steps = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
-            drops = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
-            return (factors[..., :1] * steps).flatten(1), (factors[..., 1:] * drops).neg_().flatten(1)
-        return factors[..., 0], factors[..., 1] if self.layout.zero is None else None
+            first, second, both = stored.view(torch.int32)[..., 1:].unbind(2)  # 6 bits for each of 8 groups, twice
+            steps = torch.stack((first & _SIX, both & _FOUR | first >> 2 & _UPPER), 2).view(torch.uint8).float()
+            drops = torch.stack((second & _SIX, both >> 4 & _FOUR | second >> 2 & _UPPER), 2).view(torch.uint8).float()
+            scales, smallest = halves[..., 0].float()[..., None], halves[..., 1].float()[..., None]
+            return steps.mul_(scales).flatten(1), drops.mul_(smallest).neg_().flatten(1)
+        return halves[..., 0].float(), halves[..., 1].float() if self.layout.zero is None else None
 
     def prepared(self, keeps_rows: bool = False) -> Self:
         if self.dtype == torch.bfloat16 and not keeps_rows and (found := self._int4_kernel()) is not None:
