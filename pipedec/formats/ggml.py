@@ -35,10 +35,10 @@ class Ggml(Format):
     def block_bytes(self) -> int:
         return BLOCKS[self.type][1]
 
-    @property
-    def has_kernel(self) -> bool:
+    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
         """Whether it is a group of 4 bits with a scale and the weight of 0, which torch's kernel reads."""
-        return self.type in _KERNEL_TYPES
+        del on_gpu
+        return self.type in _KERNEL_TYPES and dtype == "bfloat16"
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         """The matrix under its own name, by the shape of its values."""
@@ -47,7 +47,7 @@ class Ggml(Format):
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         """The bytes of the file. In 16 bits at most what torch's kernel takes, if there is one for the type."""
         values = math.prod(shape)
-        if self.has_kernel and element_bytes == 2:
+        if self.type in _KERNEL_TYPES and element_bytes == 2:
             return values * _KERNEL_BITS // 8
         return values // self.block_inputs * self.block_bytes
 

@@ -161,7 +161,7 @@ class GgmlMatrix(QuantizedMatrix):
         the largest weight that the group can have is 7 |s| + |z| at least: no weight is off by more than 8/7 of what rounding
         that largest one to bfloat16 may do.
         """
-        if not self.format.has_kernel:
+        if not self.format.has_kernel("bfloat16"):
             return None
         scales_NG, smallest_NG = self._scales(self.held)
         zeros_NG = torch.zeros_like(scales_NG) if smallest_NG is None else smallest_NG + _HALF * scales_NG
