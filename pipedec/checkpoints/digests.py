@@ -19,7 +19,8 @@ from pipedec.gguf import is_gguf, located, model_files
 VOCABULARY_FILE = "draft_vocabulary.safetensors"  # beside the weights of a draft that does not know all tokens of its target
 CONFIG_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "model.safetensors.index.json", VOCABULARY_FILE,
+    "special_tokens_map.json", "model.safetensors.index.json", "quantize_config.json",
+    "quant_config.json", VOCABULARY_FILE,
 )  # fmt: skip
 COPY_AGAIN = "copy the same checkpoint to all hosts with `pipedec distribute --checksum`"  # what to do where digests differ
 BLOCKS = 8  # blocks that stand for a tensor, the first and the last one included

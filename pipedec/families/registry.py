@@ -28,6 +28,8 @@ FAMILIES: dict[str, type[DecoderConfig]] = {
     "olmo2": Olmo2Config,
 }
 
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
+
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> LlamaConfig:
     return LlamaConfig(
@@ -90,16 +92,20 @@ def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
 
 
 def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
-    """How the weights of a checkpoint are stored: by the index of its GGUF file, if it has one, or its ``config.json``.
-
-    Raises UserError for what is not supported.
+    """How the weights of a checkpoint are stored: by the index of its GGUF file, if it has one, by its ``config.json``, or, in old
+    ones, by a file beside it. Raises UserError for what is not supported.
     """
     if (index := TensorIndex.found(directory)) is not None:
         return indexed_formats(index)
+    path, quantization = directory / "config.json", document.get("quantization_config") or document.get("compression_config")
+    older = {directory / name: method for name, method in QUANTIZATION_FILES.items() if (directory / name).is_file()}
+    if not quantization and older:
+        path, method = next(iter(older.items()))
+        quantization = {"quant_method": method, **json_object(path)}
     try:
-        return stated_formats(document.get("quantization_config"))
+        return stated_formats(quantization)
     except UserError as error:
-        raise UserError(f"{directory / 'config.json'}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
 
 
 def model_by_name(name: str) -> ModelConfig:

@@ -17,6 +17,7 @@ from fractions import Fraction
 Shape = tuple[int, ...]
 
 WIDENED_VALUES = 1 << 26  # weights that a GPU widens at once: with fewer, products are too narrow to fill it
+KERNEL_GROUPS = (32, 64, 128, 256)  # inputs that may share a scale in torch's kernels for 4 bits
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPE_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8,

@@ -7,9 +7,19 @@ from typing import Any
 
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
+from pipedec.formats.autoround import autoround_formats
+from pipedec.formats.awq import awq_formats
 from pipedec.formats.base import ALL_PLAIN, Formats
+from pipedec.formats.compressed_tensors import compressed_tensors_formats
+from pipedec.formats.gptq import gptq_formats
 
-METHODS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {}
+METHODS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
+    "gptq": gptq_formats,
+    "awq": awq_formats,
+    "auto-round": autoround_formats,
+    "intel/auto-round": autoround_formats,
+    "compressed-tensors": compressed_tensors_formats,
+}
 
 
 def stated_formats(quantization: Mapping[str, Any] | None) -> Formats:

@@ -126,7 +126,10 @@ class Checkpoint:
         for first in range(0, outputs, step):
             part = slice(first, min(first + step, outputs))
             found = {name.removeprefix(prefix): self._read(name, tensor, part) for name, tensor in here.items()}
-            target[part].fill(found)
+            try:
+                target[part].fill(found)
+            except UserError as error:
+                raise UserError(f"{self._files.file_of[next(iter(here))]}: tensor {prefix}{error}") from None
 
     def _read(self, name: str, tensor: FileTensor, outputs: slice | None) -> Tensor:
         """The part of a tensor that belongs to some outputs; a tensor without dimensions as a whole."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.formats import Format, Ggml, Plain, Rounded
+from pipedec.formats import Affine, Format, Ggml, Plain, Rounded
+from pipedec.model.formats.affine import AffineMatrix
 from pipedec.model.formats.base import QuantizedMatrix
-from pipedec.model.formats.ggml import empty_ggml
+from pipedec.model.formats.ggml import GgmlMatrix
 from pipedec.model.formats.rounded import empty_rounded, rounded
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
 
@@ -20,7 +21,11 @@ __all__ = ["QuantizedMatrix", "WidenedMatrix", "Widens", "empty_matrix", "rounde
 
 Widens = Callable[[Format], bool]
 Empty = Callable[[Any, int, int, torch.dtype, torch.device], QuantizedMatrix]
-KINDS: dict[type[Format], Empty] = {Rounded: empty_rounded, Ggml: empty_ggml}  # how a matrix without values is made
+KINDS: dict[type[Format], Empty] = {  # how a matrix without values is made
+    Rounded: empty_rounded,
+    Affine: AffineMatrix.empty,
+    Ggml: GgmlMatrix.empty,
+}
 
 
 class WidenedMatrix(DenseMatrix):

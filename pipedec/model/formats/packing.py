@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pipedec.formats import KERNEL_GROUPS
 from pipedec.model.formats.base import Kernel
 
 _PACKED_OUTPUTS = 16  # torch's kernels for 4 bits take a multiple of this
 _PACKED_BLOCK = 1024  # outputs packed at once
-KERNEL_GROUPS = (32, 64, 128, 256)  # inputs that may share a scale in these kernels
 
 
 def packed_halves(values_NK: Tensor) -> Tensor:

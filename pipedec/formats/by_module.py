@@ -1,0 +1,77 @@
+"""Formats by the names of modules, as descriptions of quantized checkpoints give them; and how their values are checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pipedec.core.errors import UserError
+from pipedec.core.values import shortened
+from pipedec.formats.base import PLAIN, Format, Formats
+
+HEAD = "lm_head"
+FULL_PRECISION = "Activations are computed with in full precision, though the checkpoint asks for quantized ones."
+
+
+@dataclass(frozen=True)
+class ModuleFormats(Formats):
+    """A rule for linear maps: those of layers, which have a number in their names, and the head.
+
+    Attributes:
+        rule: the format of the module with this name.
+    """
+
+    title: str
+    rule: Callable[[str], Format]
+    notes: tuple[str, ...] = ()
+
+    def stated(self, name: str) -> Format:
+        module = name.removesuffix(".weight")
+        parts = module.split(".")
+        return self.rule(module) if parts[-1] == HEAD or any(part.isdigit() for part in parts) else PLAIN
+
+
+def choice(values: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    """One of the values that are supported. Raises UserError, which names them, for others."""
+    found = values.get(key, default)
+    if found is None:
+        found = default
+    if not any(type(found) is type(one) and found == one for one in allowed):
+        known = " or ".join(map(str, allowed))
+        raise UserError(f"quantization_config: {key} {shortened(found)} is not supported, only {known}")
+    return found
+
+
+def group_size(values: Mapping[str, Any], key: str = "group_size", default: int = 128) -> int:
+    """Inputs that share a scale; 0, for all, where the description has -1. Raises UserError for other numbers."""
+    found = values.get(key, default)
+    if type(found) is not int or found == 0 or found < -1:
+        raise UserError(f"quantization_config: {key} must be -1 or a positive number, not {shortened(found)}")
+    return max(found, 0)
+
+
+def names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """The strings of a list, or of the lists in it; empty if there is none. Raises UserError for anything else."""
+    found = values.get(key) or []
+    flat = [one for part in found for one in (part if isinstance(part, list) else [part])] if isinstance(found, list) else []
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in flat):
+        raise UserError(f"quantization_config: {key} must be a list of strings")
+    return tuple(map(str, flat))
+
+
+def sections(values: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
+    """A mapping to mappings, empty if there is none. Raises UserError for anything else."""
+    found = values.get(key) or {}
+    if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+        raise UserError(f"quantization_config: {key} must be a mapping of names to mappings")
+    return found
+
+
+def pattern(text: str) -> re.Pattern[str]:
+    """A regular expression. Raises UserError if it is none."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise UserError(f"quantization_config: {shortened(text)} is not a regular expression: {error}") from None
