@@ -16,12 +16,14 @@ from pipedec.formats.base import (
     Rounded,
     file_names,
 )
+from pipedec.formats.float8 import Float8
 from pipedec.formats.ggml import Ggml, GgufFormats, indexed_formats
 from pipedec.formats.quantization import stated_formats
+from pipedec.formats.tables import Bnb4, Mxfp4
 from pipedec.formats.weights import DTYPE_BYTES, WeightFormat
 
 __all__ = [
     "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "KERNEL_GROUPS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "Affine", "AllRounded",
-    "FileTensor", "Format", "Formats", "Ggml", "GgufFormats", "Integers", "Plain", "Rounded", "WeightFormat", "file_names",
-    "indexed_formats", "stated_formats",
+    "Bnb4", "FileTensor", "Float8", "Format", "Formats", "Ggml", "GgufFormats", "Integers", "Mxfp4", "Plain", "Rounded",
+    "WeightFormat", "file_names", "indexed_formats", "stated_formats",
 ]  # fmt: skip

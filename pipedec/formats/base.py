@@ -31,10 +31,11 @@ class FileTensor:
 
     Attributes:
         dtypes: those that it may have, as safetensors or GGUF names them.
-        shape: in the file.
+        shape: in the file; a length of -1 stands for any.
         axis: along which the outputs of the matrix follow each other; None if the tensor belongs to all outputs.
         per_output: indices along ``axis`` for each output, as 1/8 where a number holds eight outputs.
         is_optional: whether a checkpoint may lack it.
+        others: further shapes that it may have, with the same numbers in the same order.
     """
 
     dtypes: tuple[str, ...]
@@ -42,6 +43,12 @@ class FileTensor:
     axis: int | None = 0
     per_output: Fraction = Fraction(1)
     is_optional: bool = False
+    others: tuple[Shape, ...] = ()
+
+    def suits(self, shape: Shape) -> bool:
+        """Whether it may have this shape."""
+        fits = len(shape) == len(self.shape) and all(want in (-1, size) for want, size in zip(self.shape, shape, strict=True))
+        return fits or shape in self.others
 
     def places(self, outputs: slice) -> tuple[slice, ...]:
         """Where the part of some outputs is. Raises ValueError if they share an index with others."""
@@ -61,11 +68,13 @@ class Format(ABC):
         step: outputs that cannot be separated: matrices are read, cut and fused at multiples of it.
     """
 
-    step: int = 1
-
     @property
     @abstractmethod
     def title(self) -> str: ...
+
+    @property
+    def step(self) -> int:
+        return 1
 
     @abstractmethod
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Checkpoint:
             known = " or ".join(expected.dtypes)
             what = "use an unquantized checkpoint" if expected == PLAIN.tensors(expected.shape)["weight"] else f"not {known}"
             raise UserError(f"{place.file}: tensor {name} has dtype {place.dtype}; {what}")
-        if place.shape != expected.shape:
+        if not expected.suits(place.shape):
             raise UserError(
                 f"{place.file}: tensor {name} has shape {list(place.shape)}, but config.json asks for {list(expected.shape)}"
             )
@@ -122,7 +123,8 @@ class Checkpoint:
             target.copy_(self._read(name, tensor, slice(0, target.shape[0]) if target.shape else None))
             return
         outputs, inputs = target.shape
-        step = max(CHUNK_VALUES // inputs // _CHUNK_STEP, 1) * _CHUNK_STEP
+        whole = math.lcm(_CHUNK_STEP, *(tensor.per_output.denominator for tensor in here.values()))
+        step = max(CHUNK_VALUES // inputs // whole, 1) * whole
         for first in range(0, outputs, step):
             part = slice(first, min(first + step, outputs))
             found = {name.removeprefix(prefix): self._read(name, tensor, part) for name, tensor in here.items()}

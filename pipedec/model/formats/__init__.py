@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.formats import Affine, Format, Ggml, Plain, Rounded
+from pipedec.formats import Affine, Bnb4, Float8, Format, Ggml, Mxfp4, Plain, Rounded
 from pipedec.model.formats.affine import AffineMatrix
 from pipedec.model.formats.base import QuantizedMatrix
+from pipedec.model.formats.float8 import Float8Matrix
 from pipedec.model.formats.ggml import GgmlMatrix
 from pipedec.model.formats.rounded import empty_rounded, rounded
+from pipedec.model.formats.tables import Bnb4Matrix, Mxfp4Matrix
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
 
 __all__ = ["QuantizedMatrix", "WidenedMatrix", "Widens", "empty_matrix", "rounded", "stacked"]
@@ -24,6 +26,9 @@ Empty = Callable[[Any, int, int, torch.dtype, torch.device], QuantizedMatrix]
 KINDS: dict[type[Format], Empty] = {  # how a matrix without values is made
     Rounded: empty_rounded,
     Affine: AffineMatrix.empty,
+    Float8: Float8Matrix.empty,
+    Mxfp4: Mxfp4Matrix.empty,
+    Bnb4: Bnb4Matrix.empty,
     Ggml: GgmlMatrix.empty,
 }
 
