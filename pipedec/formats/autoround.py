@@ -34,15 +34,15 @@ def autoround_formats(quantization: Mapping[str, Any]) -> Formats:
             return found
         return usual if module != HEAD and (not blocks or module.startswith(blocks)) else PLAIN
 
-    return ModuleFormats(usual.title, rule, (FULL_PRECISION,) if are_rounded else ())
+    return ModuleFormats(rule, usual.title, (FULL_PRECISION,) if are_rounded else ())
 
 
 def _matrix(values: Mapping[str, Any], packing: str) -> Format:
-    if choice(values, "bits", (4, 8, 16), 4) == 16:
+    if choice(values, "bits", (4, 8, 16)) == 16:
         return PLAIN
     choice(values, "data_type", ("int",), "int")
     if packing.endswith("awq"):
-        choice(values, "bits", (4,), 4)
+        choice(values, "bits", (4,))
         return awq_matrix(group_size(values), _METHOD)
     return gptq_matrix({**values, "desc_act": False}, 1, _METHOD)
 

@@ -22,11 +22,12 @@ def awq_formats(quantization: Mapping[str, Any]) -> Formats:
     """Raises UserError for versions other than ``gemm``, and for sizes that are not supported."""
     values = {"bits": quantization.get("w_bit"), "group_size": quantization.get("q_group_size", 128), **quantization}
     version = values.get("version") or values.get("format") or values.get("checkpoint_format") or "gemm"
+    version = "llm-awq" if values.get("backend") == "llm-awq" else version
     choice({"version": str(version).lower()}, "version", ("gemm",))
-    choice(values, "bits", (4,), 4)
+    choice(values, "bits", (4,))
     skipped, format = names(values, "modules_to_not_convert"), awq_matrix(group_size(values))
 
     def rule(module: str) -> Format:
         return PLAIN if any(part in module for part in skipped) else format
 
-    return ModuleFormats(format.title, rule)
+    return ModuleFormats(rule, format.title)

@@ -12,7 +12,7 @@ from pipedec.core.values import shortened
 from pipedec.formats.base import PLAIN, Format, Formats
 
 HEAD = "lm_head"
-FULL_PRECISION = "Activations are computed with in full precision, though the checkpoint asks for quantized ones."
+FULL_PRECISION = "Activations are kept in full precision, though the checkpoint was made for quantized ones."
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class ModuleFormats(Formats):
         rule: the format of the module with this name.
     """
 
-    title: str
     rule: Callable[[str], Format]
+    title: str
     notes: tuple[str, ...] = ()
 
     def stated(self, name: str) -> Format:

@@ -60,7 +60,7 @@ def compressed_tensors_formats(quantization: Mapping[str, Any]) -> Formats:
         return best.format if best.rank(module) and not ignored.rank(module) else PLAIN
 
     are_rounded = any(group.get(one) for group in groups.values() for one in ("input_activations", "output_activations"))
-    return ModuleFormats(" and ".join(dict.fromkeys(titles)), rule, (FULL_PRECISION,) if are_rounded else ())
+    return ModuleFormats(rule, " and ".join(dict.fromkeys(titles)), (FULL_PRECISION,) if are_rounded else ())
 
 
 def _check_supported(quantization: Mapping[str, Any]) -> None:

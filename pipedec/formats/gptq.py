@@ -22,7 +22,7 @@ def gptq_matrix(values: Mapping[str, Any], added: int, method: str = "GPTQ") -> 
 
     Raises UserError for bits or a group that are not supported.
     """
-    bits, group = choice(values, "bits", (4, 8), 4), group_size(values)
+    bits, group = choice(values, "bits", (4, 8)), group_size(values)
     is_symmetric = choice(values, "sym", (True, False), True)
     zeros = Integers("qzeros", "outputs", is_transposed=True, added=0 if is_symmetric else added)
     is_ordered = choice(values, "desc_act", (True, False), False) and group > 0
@@ -50,7 +50,7 @@ def gptq_formats(quantization: Mapping[str, Any]) -> Formats:
         is_chosen = not chosen or module == HEAD or module.endswith(chosen)
         return format if is_chosen and not is_left else PLAIN
 
-    return ModuleFormats(format.title, rule)
+    return ModuleFormats(rule, format.title)
 
 
 def _dynamic(quantization: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:

@@ -60,19 +60,29 @@ class Checkpoint:
         whole = LayerSpan(range(config.num_hidden_layers), first=True, last=True)
         elsewhere = files.file_of.keys() - files.places.keys() if is_part else set()
         expected: set[str] = set()
+        unused: set[str] = set()
         for name, shape in span_shapes(config, whole, files.file_of).items():
             format = self.format_of(config, name, shape)
             stored = file_names(name, format, shape)
             for one, tensor in stored.items():
                 if one not in elsewhere and not (tensor.is_optional and one not in self):
                     self.check_tensor(one, tensor)
-            expected |= stored.keys() | {name.removesuffix("weight") + suffix for suffix in format.unused}
+            expected |= stored.keys()
+            unused |= {name.removesuffix("weight") + suffix for suffix in format.unused}
+        for name in (unused - expected) & files.places.keys():
+            self._check_unused(name)
         for name in files.file_of:
-            if name not in expected and not config.ignores(name):
+            if name not in expected | unused and not config.ignores(name):
                 raise UserError(
                     f"{files.file_of[name]}: tensor {name} is not part of this {config.model_type} model: "
                     "config.json and the weights do not belong together"
                 )
+
+    def _check_unused(self, name: str) -> None:
+        """Raises UserError for a bias that is not 0: some programs write one for every matrix."""
+        place = self._files.places[name]
+        if name.endswith(".bias") and bool(self._read(name, FileTensor((place.dtype,), place.shape, None), slice(0)).any()):
+            raise UserError(f"{place.file}: tensor {name} is not 0, though this model has no such bias by its config.json")
 
     def check_tensor(self, name: str, expected: FileTensor) -> None:
         """Raises UserError, with the expected and actual shape, unless the checkpoint has such a tensor."""

@@ -203,7 +203,7 @@ def test_unreadable_directories_are_refused(tmp_path):
         ("llama", {"rope_parameters": {"rope_theta": -1.0}}, "rope_parameters.rope_theta must be a positive number"),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types must name 4 layers, not 1"),
         ("qwen2", {"layer_types": ["linear_attention"] * 4}, "must be one of full_attention, sliding_attention"),
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized by gptq, which are not supported: give"),
+        ("llama", {"quantization_config": {"quant_method": "exl3"}}, "quantized by exl3, which is not supported: choose"),
     ],
 )
 def test_impossible_values_are_refused(tmp_path, family, values, words):
