@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import translate
 from fractions import Fraction
 from typing import Any
 
@@ -123,6 +124,21 @@ def fbgemm_fp8(quantization: Mapping[str, Any]) -> Formats:
     """The formats of ``quant_method: fbgemm_fp8``: a scale for each output."""
     skipped = skipped_modules(quantization, "modules_to_not_convert")
     return LinearFormats(Float8("weight_scale", (1, 0)), "fbgemm_fp8", skipped, (_note("dynamic"),))
+
+
+def modelopt(quantization: Mapping[str, Any]) -> Formats:
+    """The formats of ``quant_method: modelopt`` in 8-bit floats. Raises UserError for its other algorithms, such as NVFP4."""
+    algorithm = quantization.get("quant_algo")
+    block = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}.get(algorithm) if isinstance(algorithm, str) else None
+    if block is None:
+        raise UserError(
+            f"its weights are quantized by modelopt {shortened(algorithm)}, which is not supported: choose a checkpoint in FP8, or "
+            "an unquantized one and --quantize int8 or int4"
+        )
+    skipped = tuple(translate(one) for one in skipped_modules(quantization, "ignore", "exclude_modules"))
+    return LinearFormats(
+        Float8("weight_scale", block), "modelopt fp8", skipped, (_note("static" if block == (0, 0) else "dynamic"),)
+    )
 
 
 def _note(scheme: str) -> str:

@@ -11,7 +11,7 @@ from pipedec.formats.autoround import autoround_formats
 from pipedec.formats.awq import awq_formats
 from pipedec.formats.base import ALL_PLAIN, Formats
 from pipedec.formats.compressed_tensors import compressed_tensors_formats
-from pipedec.formats.float8 import fbgemm_fp8, fp8
+from pipedec.formats.float8 import fbgemm_fp8, fp8, modelopt
 from pipedec.formats.gptq import gptq_formats
 from pipedec.formats.tables import bitsandbytes, mxfp4
 
@@ -23,6 +23,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Formats]] = {
     "compressed-tensors": compressed_tensors_formats,
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
+    "modelopt": modelopt,
     "mxfp4": mxfp4,
     "bitsandbytes": bitsandbytes,
 }

@@ -16,6 +16,7 @@ from support.checkpoints import save_tiny
 from support.quantized_float_files import E4M3, QUANTIZATION, WRITERS, quantize_folder, write_bnb4, write_float8, write_mxfp4
 from support.stage_chain import StageChain
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -24,7 +25,7 @@ from pipedec.families import model_config
 from pipedec.formats import PLAIN, Bnb4, Float8, Format, Mxfp4, file_names, stated_formats
 from pipedec.formats.modules import is_listed
 from pipedec.model import weights
-from pipedec.model.formats import QuantizedMatrix, empty_matrix, stacked
+from pipedec.model.formats import QuantizedMatrix, base, empty_matrix, stacked
 from pipedec.model.formats.float8 import widened_float8
 from pipedec.model.weights import Checkpoint
 
@@ -166,6 +167,34 @@ def test_memory_is_what_the_file_takes(name: str, shape: tuple[int, int]) -> Non
     assert held <= 1.03 * stored
 
 
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest new tensor."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not func.is_view and all(result is not one for one in args):
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-tensor", "fbgemm", "mxfp4", "nf4", "nf4-nested"])
+def test_a_matrix_is_filled_as_it_is_and_multiplied_slice_by_slice(name: str) -> None:
+    shape = 2048, 1024
+    tensors, dense = WRITERS[name](torch.randn(shape), np.random.default_rng(0))
+    found = stated_formats(QUANTIZATION[name]).of("x_proj.weight", shape, {f"x_proj.{suffix}" for suffix in tensors})
+    matrix = matrix_of(found.resolved(dtype_names(tensors)), shape)
+    with Largest() as filling:
+        matrix.fill(tensors)
+    assert filling.num_bytes <= 2048 * 1024, "no more than a byte per number"
+    rows = torch.randn(16, 1024)
+    with Largest() as computing:
+        product = matrix.linear(rows)
+    assert computing.num_bytes <= 4 * base.LOADED_VALUES["cpu"] < dense.nbytes / 3
+    torch.testing.assert_close(product, rows @ dense.T, atol=1e-3, rtol=1e-4)
+
+
 def test_formats_fuse_only_where_blocks_end() -> None:
     block, device = Float8("weight_scale_inv", (128, 128)), torch.device("cpu")
     whole = stacked([block] * 3, [256, 128, 100], 64, torch.float32, device)
@@ -190,7 +219,9 @@ def test_matrices_with_different_nested_maps_are_not_one() -> None:
 
 
 def test_every_8_bit_float_is_the_published_one() -> None:
-    assert np.array_equal(widened_float8(torch.arange(256, dtype=torch.uint8)).numpy(), E4M3, equal_nan=True)
+    codes = torch.tensor([byte for byte in range(256) if byte & 127 != 127], dtype=torch.uint8)
+    assert np.array_equal(widened_float8(codes).numpy(), E4M3[codes.numpy()])
+    assert torch.equal(widened_float8(codes), codes.view(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
@@ -245,6 +276,8 @@ def test_mxfp4_equals_that_of_transformers_with_every_exponent() -> None:
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "must be uint8"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "llm_int8_skip_modules": [1]}, "llm_int8_skip_modules must be"),
         ({"quant_method": "nvfp4"}, "nvfp4, which is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt NVFP4, which is not supported"),
+        ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, "modelopt .*, which is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(quantization: dict[str, Any], words: str) -> None:
@@ -266,6 +299,7 @@ def described(**values: Any) -> Callable[[Tensor], Tensor]:
     ("name", "suffix", "change", "words"),
     [
         ("fp8-blocks", "weight", lambda one: one.float().to(torch.float8_e5m2), "F8_E5M2; not F8_E4M3"),
+        ("fp8-blocks", "weight", lambda one: torch.full_like(one, torch.nan), "down_proj.weight: it holds numbers that are NaN"),
         ("fp8-blocks", "weight_scale_inv", lambda one: one[:-1], r"shape \[1, 3\], but config.json asks for \[2, 3\]"),
         ("fp8-blocks", "weight_scale_inv", lambda one: one.to(torch.int32), "I32; not F32 or BF16"),
         ("fp8-tensor", "weight_scale_inv", lambda one: one.repeat(2), r"shape \[2\], but config.json asks for \[\]"),
@@ -324,8 +358,14 @@ def test_patterns_of_modules_match_beginnings_and_ends() -> None:
     assert is_listed("model.[", ["model.["]) and not is_listed("model", ["model.["])
 
 
+def test_modelopt_ignores_by_wildcards() -> None:
+    stated = stated_formats({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.layers.1.*"]}).stated
+    assert stated("lm_head.weight") is stated("model.layers.1.mlp.up_proj.weight") is PLAIN
+    assert stated("model.layers.11.mlp.up_proj.weight") == Float8()
+
+
 def test_users_learn_that_activations_keep_their_precision() -> None:
-    for name in ("fp8-blocks", "fp8-tensor", "fbgemm"):
+    for name in ("fp8-blocks", "fp8-tensor", "fbgemm", "modelopt"):
         (note,) = stated_formats(QUANTIZATION[name]).notes
         assert note.endswith("full precision.")
     assert stated_formats(QUANTIZATION["nf4"]).notes == ()

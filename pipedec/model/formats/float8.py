@@ -6,12 +6,12 @@ Shape legend: N outputs, K inputs, S and C blocks of outputs and of inputs that 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from pipedec.core.errors import UserError
 from pipedec.formats import Float8, Format
 from pipedec.model.formats.base import Held, QuantizedMatrix
 
@@ -39,8 +39,12 @@ class Float8Matrix(QuantizedMatrix):
         return cls(format, (outputs, inputs), dtype, {"codes": codes_NK, "scales": scales_SC})
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises UserError for numbers that are NaN."""
         scales, held_SC = tensors[self.format.scale], self.held["scales"]
-        self.held["codes"].copy_(tensors["weight"].view(torch.uint8))
+        codes_NK = tensors["weight"].view(torch.uint8)
+        if bool(((codes_NK & 127) == 127).any()):
+            raise UserError("it holds numbers that are NaN: download the checkpoint again")
+        self.held["codes"].copy_(codes_NK)
         bits = scales.view(torch.uint8) if held_SC.dtype == torch.uint8 else scales
         held_SC.copy_(bits.reshape(1, 1) if bits.numel() == 1 else bits.reshape(held_SC.shape))
 
@@ -58,15 +62,12 @@ class Float8Matrix(QuantizedMatrix):
 
 
 def widened_float8(codes: Tensor) -> Tensor:
-    """float32 numbers of which ``codes`` are the bits."""
+    """float32 numbers of which ``codes`` are the bits, none of them NaN."""
     if codes.device.type != "cpu":
         return codes.view(torch.float8_e4m3fn).float()
-    return _all_float8().index_select(0, codes.flatten().int()).view(codes.shape)  # a third of the time of a conversion
-
-
-@cache
-def _all_float8() -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    # The bits of a float16 that is 256 times smaller; a conversion takes six times as long.
+    halves = codes.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~0x4000)
+    return halves.view(torch.float16).float().mul_(256)
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
