@@ -51,16 +51,14 @@ class Float8(Format):
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         """``weight`` [N, K], and the scales: [] or [1], [N, 1] or [N], or one per block, the last of which may be smaller."""
-        outputs, _ = shape
         dtypes = (self.scale_dtype, *(one for one in SCALE_DTYPES if one != self.scale_dtype))
         rows, columns = self.block
         if rows == 0:
             scales = FileTensor(dtypes, (), None, others=((1,), (1, 1)))
-        elif (grid := self.grid(shape))[1] == 1 and columns == 0:
-            scales = FileTensor(dtypes, grid, 0, Fraction(1, rows), others=(grid[:1],))
         else:
-            scales = FileTensor(dtypes, grid, 0, Fraction(1, rows))
-        return {"weight": FileTensor(("F8_E4M3",), (outputs, shape[1])), self.scale: scales}
+            grid = self.grid(shape)
+            scales = FileTensor(dtypes, grid, 0, Fraction(1, rows), others=() if columns else (grid[:1],))
+        return {"weight": FileTensor(("F8_E4M3",), shape), self.scale: scales}
 
     def grid(self, shape: Shape) -> Shape:
         """Scales that are held, by blocks of outputs and of inputs. One for the whole matrix is held for every output, so that
@@ -132,8 +130,8 @@ def modelopt(quantization: Mapping[str, Any]) -> Formats:
     block = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0)}.get(algorithm) if isinstance(algorithm, str) else None
     if block is None:
         raise UserError(
-            f"its weights are quantized by modelopt {shortened(algorithm)}, which is not supported: choose a checkpoint in FP8, or "
-            "an unquantized one and --quantize int8 or int4"
+            f"its weights are quantized by modelopt {shortened(algorithm)}, which is not supported: choose a checkpoint in FP8, "
+            "or an unquantized one and --quantize int8 or int4"
         )
     skipped = tuple(translate(one) for one in skipped_modules(quantization, "ignore", "exclude_modules"))
     return LinearFormats(

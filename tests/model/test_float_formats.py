@@ -17,6 +17,7 @@ from support.quantized_float_files import E4M3, QUANTIZATION, WRITERS, quantize_
 from support.stage_chain import StageChain
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -216,6 +217,17 @@ def test_matrices_with_different_nested_maps_are_not_one() -> None:
 
 
 # Other implementations
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="transformers would compute with activations in 8 bits")
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-exponents", "fp8-tensor"])
+def test_transformers_loads_the_same_model(tmp_path: Path, name: str) -> None:
+    save_tiny("llama", tmp_path / "model", layers=2, hidden=256, heads=8, kv_heads=4)
+    quantized(tmp_path / "model", name)
+    ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(ids[None]).logits[0]
+    torch.testing.assert_close(StageChain(tmp_path / "model", (1, 1)).prefill(ids, 12), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_every_8_bit_float_is_the_published_one() -> None:
