@@ -24,8 +24,7 @@ from pipedec.families import ModelConfig
 from pipedec.formats import ALL_PLAIN, DTYPE_BYTES
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.messages.run import Choice
-from pipedec.model.formats import Widens
-from pipedec.model.stage_layers import as_stored
+from pipedec.model.formats import Widens, as_stored
 from pipedec.plan.budgets import agreed_budget, kv_budget, rank_needs
 from pipedec.plan.costs import CONTEXT_BYTES
 from pipedec.plan.dtypes import GIVEN, Arithmetic

@@ -16,18 +16,12 @@ from torch.nn import functional
 from pipedec.families import ModelConfig, Shape
 from pipedec.formats import ROUNDED, Format
 from pipedec.model.attention import LayersShape, Rows
-from pipedec.model.formats import Widens, stacked
+from pipedec.model.formats import Widens, as_stored, stacked
 from pipedec.model.matrices import Matrix, Products
 from pipedec.model.weights import Checkpoint
 from pipedec.tree import is_mask
 
 Progress = Callable[[int, int], None]  # called with (tensors read, tensors in total) after each tensor
-
-
-def as_stored(format: Format) -> bool:
-    """Nothing is widened."""
-    del format
-    return False
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
-from pipedec.model.formats import Widens
-from pipedec.model.stage_layers import Progress, StageLayers, Storage, as_stored
+from pipedec.model.formats import Widens, as_stored
+from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint
 
 

@@ -18,7 +18,7 @@ from pipedec.model.formats.rounded import empty_rounded, rounded
 from pipedec.model.formats.tables import Bnb4Matrix, Mxfp4Matrix
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
 
-__all__ = ["QuantizedMatrix", "WidenedMatrix", "Widens", "empty_matrix", "rounded", "stacked"]
+__all__ = ["QuantizedMatrix", "WidenedMatrix", "Widens", "as_stored", "empty_matrix", "rounded", "stacked"]
 
 
 Widens = Callable[[Format], bool]
@@ -31,6 +31,12 @@ KINDS: dict[type[Format], Empty] = {  # how a matrix without values is made
     Bnb4: Bnb4Matrix.empty,
     Ggml: GgmlMatrix.empty,
 }
+
+
+def as_stored(format: Format) -> bool:
+    """Nothing is widened."""
+    del format
+    return False
 
 
 class WidenedMatrix(DenseMatrix):
@@ -75,8 +81,9 @@ def empty_matrix(
 
 
 def stacked(
-    formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device, widens: Widens
-) -> Matrix:
+    formats: Sequence[Format], outputs: Sequence[int], inputs: int, dtype: torch.dtype, device: torch.device,
+    widens: Widens = as_stored,
+) -> Matrix:  # fmt: skip
     """A matrix of matrices one below the other, which are one in memory where their formats allow that.
 
     Args:
