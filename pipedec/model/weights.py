@@ -141,7 +141,7 @@ class Checkpoint:
             try:
                 target[part].fill(found)
             except UserError as error:
-                raise UserError(f"{self._files.file_of[next(iter(here))]}: tensor {prefix}{error}") from None
+                raise UserError(f"{self._files.file_of[next(iter(here))]}: tensor {prefix}weight: {error}") from None
 
     def _read(self, name: str, tensor: FileTensor, outputs: slice | None) -> Tensor:
         """The part of a tensor that belongs to some outputs; a tensor without dimensions as a whole."""

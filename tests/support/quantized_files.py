@@ -22,6 +22,13 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from pipedec.checkpoints import LayerSpan, span_shapes
+from pipedec.families import model_config
+from pipedec.formats import PLAIN
+from pipedec.gguf import model_files
+from pipedec.model import Checkpoint, WidenedMatrix
+from support import quantized_float_files
+
 GROUP = 32
 LINEAR = r"\.\d+\..*_proj\.weight$"  # the matrices that a checkpoint has quantized
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each 4 bits of a word, lowest first
@@ -175,6 +182,14 @@ _AUTOROUND = {
     "packing_format": "auto_round:auto_gptq",
 }  # fmt: skip
 
+
+def _nearest(
+    writer: quantized_float_files.Writer, weight: torch.Tensor, rng: np.random.Generator
+) -> tuple[Tensors, torch.Tensor]:
+    del rng
+    return writer(weight, None)
+
+
 WRITERS: dict[str, Writer] = {
     "gptq": gptq,
     "gptq-tagged-v1-but-v2": partial(gptq, version=2),
@@ -223,6 +238,8 @@ QUANTIZATION: dict[str, dict[str, Any]] = {
     "ct-w8-asymmetric": _scheme("naive-quantized", 8, -1, symmetric=False),
     "ct-w8-single": _scheme("int-quantized", 8, None),
 }
+WRITERS |= {name: partial(_nearest, writer) for name, writer in quantized_float_files.WRITERS.items()}
+QUANTIZATION |= quantized_float_files.QUANTIZATION
 QUANTIZATION["ct-w8a8"]["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "int", "dynamic": True}
 
 
@@ -230,7 +247,7 @@ def write_quantized_checkpoint(
     source: Path,
     out: Path,
     format_name: str,
-    rng: np.random.Generator,
+    rng: np.random.Generator | None = None,
     *,
     dense: Path | None = None,
     others: Mapping[str, str | None] | None = None,
@@ -248,7 +265,7 @@ def write_quantized_checkpoint(
     """
     tensors = {name: tensor for file in sorted(source.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     written: Tensors = {}
-    plain = dict(tensors)
+    plain, rng = dict(tensors), rng or np.random.default_rng(0)
     for name, weight in tensors.items():
         chosen = next((one for found, one in (others or {}).items() if re.search(found, name)), format_name)
         is_linear = re.search(LINEAR, name) or any(re.search(found, name) for found in others or {})
@@ -263,6 +280,24 @@ def write_quantized_checkpoint(
     if dense is not None:
         _write(source, dense, plain, config)
     return plain
+
+
+def write_dense_checkpoint(model: str | Path, out: Path) -> None:
+    """Any model that pipedec reads, in float32."""
+    config, checkpoint = model_config(model), Checkpoint(model)
+    span = LayerSpan(range(config.num_hidden_layers), first=True, last=True)
+    tensors = {name: torch.empty(shape) for name, shape in span_shapes(config, span, checkpoint.names).items()}
+    formats = {name: checkpoint.format_of(config, name, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    checkpoint.read_into(
+        {
+            name: tensor if formats[name] is PLAIN else WidenedMatrix(tensor, [(formats[name], len(tensor))])
+            for name, tensor in tensors.items()
+        }
+    )
+    source = model_files(model)
+    stated = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    _write(source, out, tensors, {key: value for key, value in stated.items() if key != "quantization_config"})
+    (out / "gguf.json").unlink(missing_ok=True)
 
 
 def _write(source: Path, out: Path, tensors: Tensors, config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints in 8-bit floats and 4-bit tables, packed with random numbers as their formats are published.
+"""Checkpoints in 8-bit floats and 4-bit tables, packed as their formats are published: random numbers, or the nearest ones.
 
 Shares no code with the package: numbers are computed here from the bits, one by one.
 
@@ -22,7 +22,7 @@ from torch import Tensor
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 Written = tuple[dict[str, Tensor], Tensor]
-Writer = Callable[[Tensor, np.random.Generator], Written]
+Writer = Callable[[Tensor, np.random.Generator | None], Written]
 
 
 def e4m3(byte: int) -> float:
@@ -50,19 +50,27 @@ NF4 = np.array(  # QLoRA, appendix E
     np.float32,
 )  # fmt: skip
 FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3], np.float32) / np.float32(12)
+SMALLEST = 1e-8  # of the largest number of a block
 NESTED_MAP = np.sort(np.random.default_rng(5).uniform(-1, 1, 256)).astype(np.float32)
+
+
+def nearest(table: Floats, values: NDArray[Any]) -> Bytes:
+    """Places in the table."""
+    order = np.argsort(np.where(np.isnan(table), np.inf, table), kind="stable")[: len(table) - np.isnan(table).sum()]
+    middles = (table[order][1:].astype(np.float64) + table[order][:-1]) / 2
+    return order[np.searchsorted(middles, values)].astype(np.uint8)
 
 
 def write_float8(
     weight: Tensor,
-    rng: np.random.Generator,
+    rng: np.random.Generator | None,
     scale: str = "weight_scale_inv",
     block: tuple[int, int] | None = None,
     shape: Callable[[int, int], tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
     further: Iterable[str] = (),
 ) -> Written:
-    """Random numbers with a scale for each ``block``; without it, for the matrix.
+    """Numbers with a scale for each ``block``; without it, for the matrix. Without ``rng`` they are the nearest ones.
 
     Args:
         shape: of the scales in the file, from the number of blocks of outputs and of inputs.
@@ -71,15 +79,23 @@ def write_float8(
     """
     outputs, inputs = weight.shape
     rows, columns = block or (outputs, inputs)
-    codes = rng.choice(np.array([byte for byte in range(256) if byte & 127 != 127], np.uint8), (outputs, inputs))
     grid = -(-outputs // rows), -(-inputs // columns)
+    parts = [[weight[r * rows : (r + 1) * rows, c * columns : (c + 1) * columns] for c in range(grid[1])] for r in range(grid[0])]
+    needed = np.array([[max(float(part.abs().max()), SMALLEST) / 448 for part in row] for row in parts])
     if dtype in (torch.float8_e8m0fnu, torch.uint8):
-        exponents = rng.integers(127 - 14, 127 - 10, grid).astype(np.uint8)
+        exponents = np.ceil(np.log2(needed)) + 127 if rng is None else rng.integers(127 - 14, 127 - 10, grid)
+        exponents = exponents.astype(np.uint8)
         scales = np.array([2.0 ** (int(one) - 127) for one in exponents.flat], np.float32).reshape(grid)
         stored = torch.from_numpy(exponents).view(dtype)
     else:
-        stored = (torch.from_numpy(rng.uniform(0.5, 2, grid).astype(np.float32)) * weight.std() / 130).to(dtype)
+        chosen = needed if rng is None else rng.uniform(0.5, 2, grid) * float(weight.std()) / 130
+        stored = torch.from_numpy(chosen.astype(np.float32)).to(dtype)
         scales = stored.float().numpy()
+    if rng is None:
+        each = np.repeat(np.repeat(scales, rows, 0)[:outputs], columns, 1)[:, :inputs]
+        codes = nearest(E4M3, weight.numpy() / each)
+    else:
+        codes = rng.choice(np.array([byte for byte in range(256) if byte & 127 != 127], np.uint8), (outputs, inputs))
     dense = np.empty((outputs, inputs), np.float32)
     for row in range(outputs):
         for first in range(0, inputs, columns):
@@ -90,36 +106,52 @@ def write_float8(
     return tensors | {one: torch.tensor(1.5) for one in further}, torch.from_numpy(dense)
 
 
-def write_rows_float8(weight: Tensor, rng: np.random.Generator, shape: Callable[[int, int], tuple[int, ...]]) -> Written:
+def write_rows_float8(weight: Tensor, rng: np.random.Generator | None, shape: Callable[[int, int], tuple[int, ...]]) -> Written:
     return write_float8(weight, rng, "weight_scale", (1, weight.shape[1]), shape, further=("input_scale_ub",))
 
 
-def write_mxfp4(weight: Tensor, rng: np.random.Generator) -> Written:
+def write_mxfp4(weight: Tensor, rng: np.random.Generator | None) -> Written:
     outputs, inputs = weight.shape
-    nibbles = rng.integers(0, 16, (outputs, inputs // 32, 16, 2)).astype(np.uint8)
-    exponents = rng.integers(127 - 7, 127 - 3, (outputs, inputs // 32)).astype(np.uint8)
+    grouped = weight.float().numpy().reshape(outputs, inputs // 32, 16, 2)
+    largest = np.maximum(np.abs(grouped).max((2, 3)), SMALLEST)
+    found = np.floor(np.log2(largest)) - 2 + 127 if rng is None else rng.integers(127 - 7, 127 - 3, (outputs, inputs // 32))
+    exponents = found.astype(np.uint8)
     scales = np.array([2.0 ** (int(one) - 127) for one in exponents.flat], np.float32).reshape(exponents.shape)
+    if rng is None:
+        nibbles = nearest(E2M1, grouped / scales[..., None, None])
+    else:
+        nibbles = rng.integers(0, 16, grouped.shape).astype(np.uint8)
     dense = (E2M1[nibbles] * scales[..., None, None]).reshape(outputs, inputs)
     blocks = nibbles[..., 0] | nibbles[..., 1] << 4
     return {"weight_blocks": torch.from_numpy(blocks), "weight_scales": torch.from_numpy(exponents)}, torch.from_numpy(dense)
 
 
-def write_bnb4(weight: Tensor, rng: np.random.Generator, table: str = "nf4", is_nested: bool = False) -> Written:
+def write_bnb4(weight: Tensor, rng: np.random.Generator | None, table: str = "nf4", is_nested: bool = False) -> Written:
     outputs, inputs = weight.shape
-    nibbles = rng.integers(0, 16, outputs * inputs).astype(np.uint8)
     values, blocks = {"nf4": NF4, "fp4": FP4}[table], outputs * inputs // 64
+    grouped = weight.float().numpy().reshape(blocks, 64)
+    largest = np.maximum(np.abs(grouped).max(1), SMALLEST)
     size = float(weight.std())
     state: dict[str, Any] = {"quant_type": table, "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
-    tensors = {"weight": nibbles[::2, None] << 4 | nibbles[1::2, None], "weight.quant_map": values}
+    tensors = {"weight.quant_map": values}
     if is_nested:
-        codes = rng.integers(0, 256, blocks).astype(np.uint8)
-        nested = (rng.uniform(0.5, 1, -(-blocks // 256)) * size).astype(np.float32)
-        offset = float(np.float32(rng.uniform(1, 2) * size))
+        offset = float(np.float32(largest.mean() if rng is None else rng.uniform(1, 2) * size))
+        if rng is None:
+            padded = np.pad(largest - offset, (0, -blocks % 256)).reshape(-1, 256)
+            nested = np.maximum(np.abs(padded).max(1), SMALLEST).astype(np.float32)
+            codes = nearest(NESTED_MAP, (padded / nested[:, None]).reshape(-1)[:blocks])
+        else:
+            codes = rng.integers(0, 256, blocks).astype(np.uint8)
+            nested = (rng.uniform(0.5, 1, -(-blocks // 256)) * size).astype(np.float32)
         absmax = NESTED_MAP[codes] * np.repeat(nested, 256)[:blocks] + np.float32(offset)
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
         tensors |= {"weight.absmax": codes, "weight.nested_absmax": nested, "weight.nested_quant_map": NESTED_MAP}
     else:
-        tensors["weight.absmax"] = absmax = (rng.uniform(1, 3, blocks) * size).astype(np.float32)
+        absmax = (largest if rng is None else rng.uniform(1, 3, blocks) * size).astype(np.float32)
+        tensors["weight.absmax"] = absmax
+    nibbles = nearest(values, grouped / absmax[:, None]).reshape(-1) if rng is None else rng.integers(0, 16, weight.numel())
+    nibbles = nibbles.astype(np.uint8)
+    tensors["weight"] = nibbles[::2, None] << 4 | nibbles[1::2, None]
     text = json.dumps(state).encode()
     tensors[f"weight.quant_state.bitsandbytes__{table}"] = np.frombuffer(text, np.uint8).copy()
     dense = (values[nibbles].reshape(-1, 64) * absmax[:, None]).reshape(outputs, inputs)
