@@ -19,7 +19,7 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from support.quantized_files import WRITERS, write_quantized_checkpoint
+from support.quantized_files import WRITERS, write_dense_checkpoint, write_quantized_checkpoint
 
 from benchmarks.llama_cpp import NAME, LlamaCpp, is_installed
 from benchmarks.output import Out, append, console, machine_text, titled_table
@@ -88,9 +88,13 @@ def measure_formats(config: FormatsConfig, folder: Path, status: Callable[[str],
         stage = StageModel.load(directory, range(found.num_hidden_layers), DTYPES[dtype], device, found, widens=widens)
         contenders.append(_Contender(format, dtype, kept, stage, config))
 
-    load(DENSE, write_quantized_checkpoint(config.model, folder / DENSE, None), "float32", "as stored")
+    write_dense_checkpoint(config.model, folder / DENSE)
+    load(DENSE, folder / DENSE, "float32", "as stored")
     sources: list[tuple[str, str | Path]] = [(OWN, config.model)] if model_config(config.model).formats is not ALL_PLAIN else []
-    sources += [(name, write_quantized_checkpoint(config.model, folder / name, name)) for name in config.formats]
+    for name in config.formats:
+        status(f"writing {name}")
+        write_quantized_checkpoint(folder / DENSE, folder / name, name)
+        sources.append((name, folder / name))
     load(DENSE, folder / DENSE, "bfloat16", "as stored")
     for name, directory in sources:
         for dtype in ("float32", "bfloat16"):
