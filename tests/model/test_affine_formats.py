@@ -122,6 +122,16 @@ def test_sizes_that_groups_do_not_divide(method: str, symmetric: bool, outputs: 
     assert torch.equal(matrix.widened(), dense)
 
 
+@pytest.mark.parametrize("name", ["ct-int4-per-output", "ct-int4-asymmetric"])
+def test_words_that_the_numbers_do_not_fill(name: str) -> None:
+    weight = torch.randn(44, 84, generator=torch.Generator().manual_seed(1))
+    weight[::3] = weight[::3].abs()
+    tensors, dense = WRITERS[name](weight, np.random.default_rng(), group=0)
+    assert tensors["weight_packed"].shape == (44, 11)
+    matrix = filled(stated("ct-int4", 84, "asymmetric" not in name), tensors, dense)
+    assert torch.equal(matrix.widened(), dense)
+
+
 def stated(method: str, group: int, symmetric: bool) -> Affine:
     document = json.loads(json.dumps(QUANTIZATION[method]))
     if "config_groups" in document:
@@ -184,6 +194,22 @@ def test_compressed_tensors_are_what_their_package_makes_of_them(
     format = stated_formats(document).stated("model.layers.0.self_attn.q_proj.weight")
     assert isinstance(format, Affine)
     assert torch.equal(filled(format, stored, expected).widened(), expected)
+
+
+def test_awq_is_what_the_package_of_compressed_tensors_makes_of_it() -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    generator = torch.Generator().manual_seed(5)
+    any_word = (torch.randint(-(2**31), 2**31, shape, generator=generator).int() for shape in ((64, 5), (2, 5)))
+    tensors = dict(zip(("qweight", "qzeros"), any_word, strict=True)) | {"scales": torch.rand(2, 40, generator=generator)}
+    stored = AutoAWQConverter(group_size=32).process({f"x.{suffix}": tensor for suffix, tensor in tensors.items()})
+    arguments = QuantizationArgs(num_bits=4, symmetric=False, strategy="group", group_size=32)
+    state = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
+    expected = PackedQuantizationCompressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=arguments))["weight"]
+    assert torch.equal(filled(stated("awq", 32, False), tensors, expected).widened(), expected)
 
 
 @pytest.mark.parametrize("name", SYMMETRIC)
