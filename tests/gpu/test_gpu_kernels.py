@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.captures import Repeated
 from support.checkpoints import save_tiny
 from support.flash_stand_in import flash_attn_varlen_func
+from support.quantized_files import QUANTIZATION, WRITERS
 from support.random_requests import Requests
 from torch import Tensor
 
-from pipedec.formats import ROUNDED
+from pipedec.formats import ROUNDED, stated_formats
 from pipedec.model import StageModel, device_capture
 from pipedec.model.flash_lanes import flash_attention, flash_kernel
 from pipedec.model.formats import empty_matrix, rounded
@@ -101,5 +103,20 @@ def test_quantised_products_are_those_of_the_rounded_matrix(device: str, kind: s
     matrix = empty_matrix(ROUNDED[kind], *weight.shape, dtype, torch.device(device))
     matrix.fill({"weight": weight.to(device, dtype)})
     expected = inputs.to(dtype).double() @ rounded(weight.to(dtype), kind).double().T
+    found = matrix.prepared().linear(inputs.to(device, dtype))
+    torch.testing.assert_close(found.double().cpu(), expected, atol=40 * BOUNDS[dtype] * 0.1, rtol=BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gptq", "gptq-asymmetric", "gptq-ordered", "gptq-8bit", "awq", "ct-int4", "ct-w8a8"])
+def test_products_with_stored_integers_are_those_of_the_matrix(device: str, name: str, dtype: torch.dtype, rows: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    tensors, dense = WRITERS[name](torch.randn(96, 256, generator=generator) * 0.1, np.random.default_rng(rows))
+    inputs = torch.randn(rows, 256, generator=generator)
+    format = stated_formats(QUANTIZATION[name]).stated("model.layers.0.mlp.up_proj.weight")
+    matrix = empty_matrix(format, *dense.shape, dtype, torch.device(device))
+    matrix.fill({suffix: tensor for suffix, tensor in tensors.items() if suffix in format.tensors((96, 256))})
+    expected = inputs.to(dtype).double() @ dense.double().T
     found = matrix.prepared().linear(inputs.to(device, dtype))
     torch.testing.assert_close(found.double().cpu(), expected, atol=40 * BOUNDS[dtype] * 0.1, rtol=BOUNDS[dtype])

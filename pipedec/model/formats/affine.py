@@ -130,17 +130,23 @@ class AffineMatrix(QuantizedMatrix):
 
 def _numbers(tensor: Tensor, stored: Integers, bits: int, outputs: int, columns: int) -> Tensor:
     """The numbers of a tensor of the file, uint8 [outputs, columns]."""
+    by_output = tensor.T if stored.is_transposed else tensor
     if stored.along == "none":
-        numbers = tensor.view(torch.uint8)
+        numbers = by_output.view(torch.uint8)
+    elif stored.along == "outputs":
+        numbers = _fields_of_rows(by_output.contiguous(), bits, stored.order)[:outputs]
     else:
-        is_by_output = stored.along == "outputs"
-        numbers = _fields(tensor.T if is_by_output != stored.is_transposed else tensor, bits, stored.order)
-        numbers = (numbers.T if is_by_output else numbers)[:outputs, :columns]
+        numbers = _fields_of_columns(by_output.contiguous(), bits)[:, :columns]
     return numbers if not stored.added else (numbers + stored.added) & ((1 << bits) - 1)
 
 
-def _fields(words: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
-    """The numbers in the last axis of int32 ``words``, uint8."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    numbers = bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
-    return numbers if not order else numbers.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
+def _fields_of_rows(words: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
+    """The numbers of int32 words which hold one of each of several rows."""
+    fields = [((words >> bits * field) & ((1 << bits) - 1)).to(torch.uint8) for field in order or range(32 // bits)]
+    return torch.stack(fields, 1).flatten(0, 1)
+
+
+def _fields_of_columns(words: Tensor, bits: int) -> Tensor:
+    """The numbers of int32 words which hold several of a row."""
+    pairs = words.view(torch.uint8)
+    return pairs if bits == 8 else torch.stack((pairs & 15, pairs >> 4), 2).flatten(1)
