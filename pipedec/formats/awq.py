@@ -7,7 +7,7 @@ from typing import Any
 
 from pipedec.formats.affine import Affine, Integers, Scales
 from pipedec.formats.base import PLAIN, Format, Formats
-from pipedec.formats.by_module import ModuleFormats, choice, group_size, names
+from pipedec.formats.by_module import HEAD, ModuleFormats, choice, group_size, names
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -25,9 +25,11 @@ def awq_formats(quantization: Mapping[str, Any]) -> Formats:
     version = "llm-awq" if values.get("backend") == "llm-awq" else version
     choice({"version": str(version).lower()}, "version", ("gemm",))
     choice(values, "bits", (4,))
+    has_head = choice(values, "lm_head", (True, False), False)
     skipped, format = names(values, "modules_to_not_convert"), awq_matrix(group_size(values))
 
     def rule(module: str) -> Format:
-        return PLAIN if any(part in module for part in skipped) else format
+        is_plain = any(part in module for part in skipped) or (module == HEAD and not has_head)
+        return PLAIN if is_plain else format
 
     return ModuleFormats(rule, format.title)

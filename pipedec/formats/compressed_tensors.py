@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pipedec.core.errors import UserError
@@ -20,47 +19,33 @@ LINEAR = "Linear"  # the class of modules that are quantized
 _GROUP_ORDERS = ("group", "dynamic", True)  # values of ``actorder`` with which the groups of the inputs are in the file
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """The format of some modules: by their names, by regular expressions, or of all linear maps."""
-
-    targets: tuple[str, ...]
-    format: Format
-
-    def rank(self, module: str) -> int:
-        """How closely it names the module; 0 if not at all."""
-        return max((_closeness(target, module) for target in self.targets), default=0)
-
-
 def compressed_tensors_formats(quantization: Mapping[str, Any]) -> Formats:
     """Raises UserError for what would change answers and is not supported: a quantized cache, sparsity, transforms, and formats
     of other numbers.
     """
     _check_supported(quantization)
-    usual, schemes, titles = quantization.get("format"), [], []
-    groups = sections(quantization, "config_groups")
+    groups, ignored = sections(quantization, "config_groups"), names(quantization, "ignore")
+    formats: dict[str, Format] = {}
     for group in groups.values():
-        targets = names(group, "targets")
-        for target in targets:
-            _check_pattern(target)
-        weights, kind = group.get("weights"), group.get("format") or usual
+        weights, kind = group.get("weights"), group.get("format") or quantization.get("format")
         if not isinstance(weights, dict | None):
             raise UserError(f"quantization_config: weights must be a mapping, not {shortened(weights)}")
         format = PLAIN if weights is None else _matrix(weights, kind)
-        schemes.append(_Scheme(targets, format))
-        titles += [format.title] * (weights is not None)
+        formats |= dict.fromkeys(names(group, "targets"), format)
+    for target in (*formats, *ignored):
+        if target.startswith("re:"):
+            pattern(target[3:])
+    titles = dict.fromkeys(format.title for format in formats.values() if format is not PLAIN)
     if not titles:
         raise UserError("quantization_config: config_groups names no weights")
-    ignored = _Scheme(names(quantization, "ignore"), PLAIN)
-    for target in ignored.targets:
-        _check_pattern(target)
 
     def rule(module: str) -> Format:
-        best = max(schemes, key=lambda one: one.rank(module))
-        return best.format if best.rank(module) and not ignored.rank(module) else PLAIN
+        closest = min(((-_closeness(one, module), one) for one in formats if _closeness(one, module)), default=None)
+        is_ignored = any(_closeness(one, module) for one in ignored)
+        return PLAIN if closest is None or is_ignored else formats[closest[1]]
 
     are_rounded = any(group.get(one) for group in groups.values() for one in ("input_activations", "output_activations"))
-    return ModuleFormats(rule, " and ".join(dict.fromkeys(titles)), (FULL_PRECISION,) if are_rounded else ())
+    return ModuleFormats(rule, " and ".join(titles), (FULL_PRECISION,) if are_rounded else ())
 
 
 def _check_supported(quantization: Mapping[str, Any]) -> None:
@@ -75,14 +60,10 @@ def _check_supported(quantization: Mapping[str, Any]) -> None:
 
 
 def _closeness(target: str, module: str) -> int:
+    """How closely a target names the module; 0 if not at all."""
     if target.startswith("re:"):
         return 2 if re.match(target[3:], module) else 0
     return 3 if target == module else int(target == LINEAR)
-
-
-def _check_pattern(target: str) -> None:
-    if target.startswith("re:"):
-        pattern(target[3:])
 
 
 def _matrix(weights: Mapping[str, Any], kind: Any) -> Format:

@@ -29,6 +29,7 @@ from pipedec.checkpoints.digests import config_digest
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, model_config
 from pipedec.formats import PLAIN, Affine, Format, stated_formats
+from pipedec.formats.float8 import Float8
 from pipedec.model import weights
 from pipedec.model.formats import QuantizedMatrix, base, empty_matrix
 from pipedec.model.formats.affine import AffineMatrix
@@ -349,6 +350,38 @@ def changed(name: str, **weights: Any) -> dict[str, Any]:
     document = json.loads(json.dumps(QUANTIZATION[name]))
     document["config_groups"]["group_0"]["weights"] |= weights
     return dict(document)
+
+
+@pytest.mark.parametrize(
+    ("weights", "block"),
+    [
+        ({"strategy": "tensor"}, (0, 0)), ({"strategy": "channel"}, (1, 0)), ({"strategy": None}, (0, 0)),
+        ({"strategy": "block", "block_structure": [128, 64]}, (128, 64)), ({"strategy": "group", "group_size": 32}, (1, 32)),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["float-quantized", "naive-quantized"])
+def test_schemes_of_floating_point_numbers(kind: str, weights: dict[str, Any], block: tuple[int, int]) -> None:
+    document = changed("ct-w8-single", type="float", group_size=None) | {"format": kind}
+    document["config_groups"]["group_0"]["weights"] |= weights
+    found = stated_formats(document).stated("model.layers.0.mlp.up_proj.weight")
+    assert found == Float8(scale="weight_scale", block=block)
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_only_linear_maps_of_layers_are_quantized(name: str) -> None:
+    formats = stated_formats(QUANTIZATION[name])
+    for plain in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert formats.of(plain, (64, 64)) is PLAIN
+    assert formats.of("model.layers.0.input_layernorm.weight", (64,)) is PLAIN
+    assert isinstance(formats.of("model.layers.0.mlp.up_proj.weight", (64, 64)), Affine)
+
+
+def test_old_checkpoints_name_it_compression_config(source: Path, tmp_path: Path) -> None:
+    path, dense = written(source, tmp_path, "ct-int4")
+    config = json.loads((path / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (path / "config.json").write_text(json.dumps(config))
+    assert len(read(path, dense)) == 2 * 7
 
 
 REFUSED = [
