@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from support.gguf_architectures import NAMES
 from support.gguf_files import gguf_refusal, save_gguf
 from support.llama_cpp import LlamaCpp
 from support.specs import bare_spec
+from support.stage_chain import StageChain
 
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.families.transformers import stated_config
-from pipedec.gguf import model_files
+from pipedec.gguf import TensorIndex, model_files
 from pipedec.gguf.config import ARCHITECTURES
 from pipedec.model import Checkpoint
 from pipedec.verify.reference import load_transformers
@@ -207,3 +209,20 @@ def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None
     save_model("gemma2", tmp_path / "source", hidden_size=32, **changes)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source")
     assert json.loads((model_files(file) / "config.json").read_text())["query_pre_attn_scalar"] == 8
+
+
+@pytest.mark.fast_cases("gemma3", "phi3-partial", "gptneox")
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_compute_what_their_values_do(name: str, tmp_path: Path) -> None:
+    """Rows of queries and keys lie in another order in some files, and those of fused matrices."""
+    _, file = write(name, tmp_path, kind="Q8_0", kinds={"ffn_down": "Q4_1", "attn_k": "Q5_0"})
+    index, values = TensorIndex.load(model_files(file)), tmp_path / "values"
+    values.mkdir()
+    shutil.copy(model_files(file) / "config.json", values)
+    save_file({key: torch.from_numpy(index.read(key)) for key in index.tensors}, values / "model.safetensors")
+    layers = len(model_config(file, "transformers").layers)
+    ids = torch.tensor(PROMPTS[1])
+    expected = StageChain(values, (layers,), impl="transformers").prefill(ids, 7)
+    found = StageChain(file, (2, layers - 2), impl="transformers").prefill(ids, 7)
+    torch.testing.assert_close(found, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
+    assert model_config(file).formats.title in ("GGUF: Q4_1, Q5_0, Q8_0", "GGUF: Q4_1, Q8_0"), "some have no keys apart"

@@ -31,12 +31,15 @@ def save_gguf(
     leave_out: tuple[str, ...] = (),
     extra_tensors: Mapping[str, Floats] | None = None,
     architecture: str | None = None,
+    kinds: Mapping[str, str] | None = None,
     **fields: Any,
 ) -> Path:
     """Write a checkpoint of one safetensors file as GGUF; return ``path``.
 
     Args:
-        kind: type of the matrices; for one of K_TYPES they are random, whatever the checkpoint says. Vectors stay F32.
+        kind: type of the matrices; for one of K_TYPES they are random, whatever the checkpoint says. Vectors stay F32, and so do
+            matrices whose rows are no whole blocks.
+        kinds: other types of matrices, by a part of their names in the file.
         tokenizer: the fields below ``tokenizer.ggml``, and ``chat_template``; those of the checkpoint's byte-level BPE if None.
             Without one a tokenizer that knows no text.
         architecture: in GGUF, if not the usual one of the checkpoint's model_type.
@@ -58,7 +61,7 @@ def save_gguf(
     tensors = tensors_of(checkpoint, config, architecture)
     for name, values in {**tensors, **factors(config), **(extra_tensors or {})}.items():
         if name not in leave_out:
-            _write_tensor(writer, name, values, kind)
+            _write_tensor(writer, name, values, next((own for part, own in (kinds or {}).items() if part in name), kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -137,7 +140,7 @@ def quantized(values: Floats, kind: str) -> npt.NDArray[Any]:
 
 
 def _write_tensor(writer: GGUFWriter, name: str, values: Floats, kind: str) -> None:
-    if values.ndim == 1:
+    if values.ndim == 1 or values.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
         writer.add_tensor(name, values)
     else:
         writer.add_tensor(name, quantized(values, kind), raw_dtype=GGMLQuantizationType[kind])
