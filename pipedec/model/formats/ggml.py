@@ -3,7 +3,7 @@
 The bits of a row are kept in another order than in the file, so that many inputs are widened at once: codes of 4 bits as in
 ``packing``, the upper bits of larger codes in planes, the scales of all blocks side by side.
 
-Shape legend: n outputs, N outputs of the matrix, K inputs, S blocks, G groups of inputs with a scale, P planes.
+Shape legend: n outputs, N outputs of the matrix, K inputs, S blocks, P planes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.formats import Format, Ggml
 from pipedec.model.formats.base import LOADED_VALUES, Held, Kernel, QuantizedMatrix
-from pipedec.model.formats.packing import int4_kernel, packed_halves, unpacked_halves
+from pipedec.model.formats.packing import int4_kernel, packed_halves
 
-_HALF = 8  # codes of 4 bits are kept less this
+_HALF = 8  # what torch's kernel subtracts from codes of 4 bits
 _SIX, _FOUR, _UPPER = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030  # the lower 6 and 4 bits of four bytes, and the upper ones of 6
 
 
@@ -66,7 +66,7 @@ class GgmlMatrix(QuantizedMatrix):
     """Blocks of one type.
 
     Attributes of ``held``:
-    codes: int8 [N, K] for Q8_0; else the lower 4 bits less 8, see ``packed_halves``.
+    codes: int8 [N, K] for Q8_0; else uint8 [N, K / 2], the lower 4 bits, of two halves of a row as in ``packed_halves``.
     upper: uint8 [N, K / P], the bits of codes above 4, if the type has any: the lowest are those of the first inputs.
     scales: uint8 [N, S, bytes], as they are in the blocks.
     """
@@ -80,7 +80,8 @@ class GgmlMatrix(QuantizedMatrix):
         if inputs % format.block_inputs:
             raise UserError(f"{format.type} takes matrices whose inputs are a multiple of {format.block_inputs}, not {inputs}")
         layout, blocks = _LAYOUTS[format.type], inputs // format.block_inputs
-        codes = torch.empty(outputs, inputs // (2 if layout.lower_run else 1), dtype=torch.int8, device=device)
+        size, kind = (inputs // 2, torch.uint8) if layout.lower_run else (inputs, torch.int8)
+        codes = torch.empty(outputs, size, dtype=kind, device=device)
         scales = torch.empty(outputs, blocks, _length(layout.scales), dtype=torch.uint8, device=device)
         held = {"codes": codes, "scales": scales}
         if layout.upper is not None:
@@ -106,7 +107,7 @@ class GgmlMatrix(QuantizedMatrix):
         if not layout.lower_run:
             self.held["codes"].copy_(lower.view(torch.int8).flatten(1))
             return
-        self.held["codes"].copy_(packed_halves(_spread(lower, 4, layout.lower_run) - _HALF))
+        self.held["codes"].copy_(packed_halves(_spread(lower, 4, layout.lower_run)).view(torch.uint8))
         if layout.upper is not None:
             planes = _spread(blocks[..., layout.upper], layout.upper_bits, layout.upper_run).chunk(8 // layout.upper_bits, 1)
             upper = self.held["upper"].zero_()
@@ -114,40 +115,44 @@ class GgmlMatrix(QuantizedMatrix):
                 upper |= plane << (place * layout.upper_bits)
 
     def values(self, held: Held) -> Tensor:
-        scales_nG, smallest_nG = self._scales(held)
-        wide_nK = self._codes(held).float()
-        grouped = wide_nK.unflatten(1, (-1, self.layout.group)).mul_(scales_nG[..., None])
-        if smallest_nG is not None:
-            grouped.add_(smallest_nG[..., None])
+        scales, smallest = self._scales(held)
+        wide_nK = self._codes(held)
+        grouped = wide_nK.view(*scales.shape, self.layout.group).mul_(scales[..., None])
+        if smallest is not None:
+            grouped.add_(smallest[..., None])
         return wide_nK
 
     def _codes(self, held: Held) -> Tensor:
-        """int8 [n, K], less the code of 0."""
-        layout = self.layout
+        """float32 [n, K], less the code of 0."""
+        layout, packed = self.layout, held["codes"]
         if not layout.lower_run:
-            return held["codes"]
-        codes_nK = unpacked_halves(held["codes"])
+            return packed.float()
+        halves = [packed & 15, packed >> 4]
         if layout.upper is not None:
-            shifts = torch.arange(0, 8, layout.upper_bits, dtype=torch.int32, device=codes_nK.device)[:, None]
+            shifts = torch.arange(0, 8, layout.upper_bits, dtype=torch.int32, device=packed.device)[:, None]
             mask = 0x01010101 if layout.upper_bits == 1 else 0x03030303
-            upper_nK = (held["upper"].view(torch.int32)[:, None] >> shifts & mask).view(torch.int8).flatten(1)
-            codes_nK.add_(upper_nK, alpha=16)
-        offset = _HALF - (layout.zero or 0)
-        return codes_nK.add_(offset) if offset else codes_nK
+            upper_nK = (held["upper"].view(torch.int32)[:, None] >> shifts & mask).view(torch.uint8).flatten(1)
+            halves = [half.add_(upper, alpha=16) for half, upper in zip(halves, upper_nK.chunk(2, 1), strict=True)]
+        wide_nK = torch.empty(len(packed), self.shape[1], device=packed.device)
+        for part, half in zip(wide_nK.chunk(2, 1), halves, strict=True):
+            part.copy_(half.view(torch.int8).sub_(layout.zero) if layout.zero else half)
+        return wide_nK
 
     def _scales(self, held: Held) -> tuple[Tensor, Tensor | None]:
-        """float32 [n, G]: what codes are multiplied by, and what is added to them, if the type has that."""
+        """float32 [n, S, groups of a block]: what codes are multiplied by, and what is added to them, if the type has that."""
         stored = held["scales"]
-        halves = stored.view(torch.float16)  # its parts one by one, which are read at once
+        factors = stored.view(torch.float16).float()  # the parts that are no numbers of this type are not used
         if self.format.type == "Q6_K":
-            return (halves[..., -1:].float() * stored[..., :16].view(torch.int8).float()).flatten(1), None
+            return factors[..., -1:] * stored[..., :16].view(torch.int8).float(), None
         if self.format.type in ("Q4_K", "Q5_K"):
-            first, second, both = stored.view(torch.int32)[..., 1:].unbind(2)  # 6 bits for each of 8 groups, twice
-            steps = torch.stack((first & _SIX, both & _FOUR | first >> 2 & _UPPER), 2).view(torch.uint8).float()
-            drops = torch.stack((second & _SIX, both >> 4 & _FOUR | second >> 2 & _UPPER), 2).view(torch.uint8).float()
-            scales, smallest = halves[..., 0].float()[..., None], halves[..., 1].float()[..., None]
-            return steps.mul_(scales).flatten(1), drops.mul_(smallest).neg_().flatten(1)
-        return halves[..., 0].float(), halves[..., 1].float() if self.layout.zero is None else None
+            words = stored.view(torch.int32)  # of which three have 6 bits for each of 8 groups, twice
+            lower, upper, last = words & _SIX, words >> 2 & _UPPER, words[..., 3]
+            parts = (lower[..., 1], last & _FOUR | upper[..., 1], lower[..., 2], last >> 4 & _FOUR | upper[..., 2])
+            steps = torch.stack(parts, 2).view(torch.uint8).float().unflatten(2, (2, 8))
+            factors[..., 1].neg_()
+            scales, smallest = steps.mul_(factors[..., :2, None]).unbind(2)
+            return scales, smallest
+        return factors[..., :1], factors[..., 1:] if self.layout.zero is None else None
 
     def prepared(self, keeps_rows: bool = False) -> Self:
         if self.dtype == torch.bfloat16 and not keeps_rows and (found := self._int4_kernel()) is not None:
@@ -163,9 +168,10 @@ class GgmlMatrix(QuantizedMatrix):
         """
         if not self.format.has_kernel("bfloat16"):
             return None
-        scales_NG, smallest_NG = self._scales(self.held)
-        zeros_NG = torch.zeros_like(scales_NG) if smallest_NG is None else smallest_NG + _HALF * scales_NG
-        return int4_kernel(self.held["codes"], scales_NG, zeros_NG, self.layout.group)
+        scales, smallest = self._scales(self.held)
+        zeros = torch.zeros_like(scales) if smallest is None else smallest + _HALF * scales
+        signed = (self.held["codes"] ^ (_HALF | _HALF << 4)).view(torch.int8)
+        return int4_kernel(signed, scales.flatten(1), zeros.flatten(1), self.layout.group)
 
 
 def empty_ggml(format: Ggml, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> GgmlMatrix:
