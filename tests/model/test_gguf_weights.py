@@ -28,7 +28,7 @@ from pipedec.formats import Ggml
 from pipedec.gguf import BLOCKS, TensorIndex, model_files, write_quantized
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint, StageModel
-from pipedec.model.formats import empty_matrix, stacked
+from pipedec.model.formats import WidenedMatrix, empty_matrix, stacked
 from pipedec.model.formats.ggml import GgmlMatrix
 from pipedec.model.matrices import StackedMatrix
 from pipedec.model.weights import CHUNK_VALUES
@@ -242,6 +242,20 @@ def test_the_kernel_for_4_bits_takes_whole_tiles_of_outputs_only():
     matrix = filled("Q4_0", random_rows("Q4_0", 40, 64), torch.bfloat16)
     before = [tensor.clone() for tensor in matrix.tensors()]
     assert all(torch.equal(found, kept) for found, kept in zip(matrix.prepared().tensors(), before, strict=True))
+
+
+def test_blocks_are_read_in_slices_of_rows_and_values_cast_once(tmp_path):
+    name, vocab = "model.embed_tokens.weight", CHUNK_VALUES // 64 + 100
+    save_tiny("llama", tmp_path / "source", layers=1, hidden=64, vocab=vocab)
+    file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", "Q4_0")
+    expected = torch.from_numpy(TensorIndex.load(model_files(file)).read(name))
+    stored = empty_matrix(Ggml("Q4_0"), vocab, 64, torch.float32, torch.device("cpu"))
+    Checkpoint(file).read_into({name: stored})
+    assert isinstance(stored, GgmlMatrix) and torch.equal(stored.widened(), expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        wide = WidenedMatrix(torch.empty(vocab, 64, dtype=dtype), Ggml("Q4_0"))
+        Checkpoint(file).read_into({name: wide})
+        assert torch.equal(wide.weight_NK, expected.to(dtype))
 
 
 def test_rows_of_no_whole_blocks_are_refused():

@@ -60,9 +60,9 @@ def test_peak_memory_is_little_more_than_the_stage(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
-def test_a_gguf_file_is_de_quantised_piece_by_piece(tmp_path):
-    save_tiny_llama(tmp_path / "source", layers=20, hidden=384, vocab=512)
+def test_a_gguf_file_is_read_piece_by_piece(tmp_path):
+    save_tiny_llama(tmp_path / "source", layers=20, hidden=512, vocab=512)
     file = save_gguf(tmp_path / "model.gguf", tmp_path / "source", "Q8_0")
     measured = load_ten_layers(file)
-    assert measured["weights"] > 40 * 2**20
+    assert measured["weights"] > 20 * 2**20
     assert measured["growth"] <= 1.3 * measured["weights"] + 10 * 2**20, f"{measured}; {file.stat().st_size} bytes on disk"
