@@ -32,7 +32,7 @@ from pipedec.cluster.supervisor import StartProgress, Supervisor
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.cluster import cluster_to_json
 from pipedec.core.errors import PipedecError, RankLost, SchedulerLost, UserError
-from pipedec.families import KNOWN_MODELS
+from pipedec.families import is_known
 from pipedec.gguf import is_named, located, model_files
 from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
@@ -211,5 +211,5 @@ def proved_one(reported: Iterable[tuple[str, TensorDigests]], listed: TensorDige
 def for_hosts(config: ClusterConfig) -> ClusterConfig:
     """With absolute paths of checkpoints, as ranks do not run in this process's directory."""
     named = {key: getattr(config.settings.models, key) for key in ("target", "draft", "bita")}
-    files = {key: model for key, model in named.items() if model not in (None, NONE, *KNOWN_MODELS) and not is_named(model)}
+    files = {key: model for key, model in named.items() if model not in (None, NONE) and not (is_known(model) or is_named(model))}
     return config.for_partition(given={key: str(Path(model).absolute()) for key, model in files.items()})

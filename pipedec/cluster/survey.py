@@ -25,7 +25,7 @@ from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
 from pipedec.config import NONE, ClusterConfig
 from pipedec.core.errors import UserError
-from pipedec.families import KNOWN_MODELS
+from pipedec.families import is_known
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import rank_places
 from pipedec.validation import validated
@@ -158,7 +158,7 @@ def questions_for(config: ClusterConfig, needs: Mapping[str, HostNeeds]) -> dict
     models: dict[str, None] = {}  # all that the file and its partitions name
     for settings in () if needs else (config.settings, *(partition.settings for partition in config.partitions.values())):
         for model in (settings.models.target, settings.models.draft, settings.models.bita):
-            if model and model not in (NONE, *KNOWN_MODELS):
+            if model and model != NONE and not is_known(model):
                 models[checkpoint_path(model)] = None
     names = {server.host: host_of_destination(server.ssh_destination) for server in config.servers}
     return {

@@ -15,7 +15,7 @@ from pipedec.config.redis import RedisConfig, redis_config
 from pipedec.config.settings import AUTO, NONE, SETTINGS, Settings, Text
 from pipedec.core.errors import BadValue, UserError
 from pipedec.core.values import joined, unknown_name
-from pipedec.families import KNOWN_MODELS
+from pipedec.families import is_known
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES, LINKS, LinkSpec
 from pipedec.validation import parse_json, parse_yaml, read_text, validated
@@ -349,4 +349,4 @@ _ClusterDocument = _document(
 
 def _relative_to(folder: Path, model: str) -> str:
     """The path of a checkpoint that ``model`` names relative to ``folder``; other values as they are."""
-    return model if model == NONE or model in KNOWN_MODELS or is_named(model) else str(folder / os.path.expanduser(model))
+    return model if model == NONE or is_known(model) or is_named(model) else str(folder / os.path.expanduser(model))

@@ -18,7 +18,7 @@ from pipedec.decoding import Drafter, Experience, LaneSizes, Resources, Schedule
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
-from pipedec.families import KNOWN_MODELS, ModelConfig, ModelImpl, checkpoint_dtype, model_by_name, model_config
+from pipedec.families import ModelConfig, ModelImpl, checkpoint_dtype, is_known, model_by_name, model_config
 from pipedec.formats import ALL_PLAIN, WeightFormat
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
@@ -71,7 +71,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
     config = config.for_partition(name)
     name, _ = config.find_partition()
     for key in ("target", "draft"):
-        if (model := getattr(config.settings.models, key)) in KNOWN_MODELS:
+        if is_known(model := str(getattr(config.settings.models, key))):
             raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     plan, places = make_plan(config, name), rank_places(config, name)
     settings = config.settings.replaced(layers=tuple(len(stage.layers) for stage in plan.stages))

@@ -11,6 +11,7 @@ from pipedec.families.registry import (
     ModelImpl,
     checkpoint_dtype,
     context_length,
+    is_known,
     json_object,
     model_by_name,
     model_config,
@@ -21,5 +22,5 @@ from pipedec.families.transformers import TransformersConfig
 __all__ = [
     "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "LayerShape", "Linear",
     "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "Shape", "TransformersConfig", "checkpoint_dtype", "context_length",
-    "json_object", "model_by_name", "model_config",
+    "is_known", "json_object", "model_by_name", "model_config",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
 from pipedec.families.transformers import transformers_config
-from pipedec.formats import Formats, indexed_formats, stated_formats
+from pipedec.formats import Formats, indexed_formats, stated_formats, typical_formats
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
 from pipedec.validation import read_text, validated
 
@@ -45,10 +45,11 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwe
     )  # fmt: skip
 
 
-# Models that can be planned without their checkpoints.
+# Models that can be planned without their checkpoints, as they are or in a format that follows a colon (``llama-3.1-70b:awq``).
 KNOWN_MODELS: dict[str, DecoderConfig] = {
     "llama-3.1-405b": _llama(16384, 53248, 126, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.3-70b": _llama(8192, 28672, 80, 64),
     "llama-3.1-8b": _llama(4096, 14336, 32, 32),
     "llama-3.2-3b": _llama(3072, 8192, 28, 24, tie_word_embeddings=True),
     "llama-3.2-1b": _llama(2048, 8192, 16, 32, tie_word_embeddings=True),
@@ -108,10 +109,21 @@ def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
         raise UserError(f"{path}: {error}") from None
 
 
+def is_known(model: str | Path) -> bool:
+    """Whether this names a shape for planning, perhaps with a format after it, and not a checkpoint."""
+    return str(model).partition(":")[0] in KNOWN_MODELS
+
+
 def model_by_name(name: str) -> ModelConfig:
-    """A known model, or the checkpoint in directory ``name``. Raises UserError for neither, or as ``model_config``."""
-    if name in KNOWN_MODELS:
-        return KNOWN_MODELS[name]
+    """A known model, or the checkpoint in directory ``name``. Raises UserError for neither, for an unknown format, or as
+    ``model_config``.
+    """
+    if is_known(name):
+        shape, colon, format = name.partition(":")
+        known = KNOWN_MODELS[shape]
+        if not colon:
+            return known
+        return replace(known, formats=typical_formats(format, known.num_hidden_layers, known.tie_word_embeddings))
     _check_known(name)
     return model_config(name)
 
@@ -122,7 +134,7 @@ def checkpoint_dtype(name: str | Path) -> str:
     A file that names none counts as float32. A GGUF file has the 16 bits of its matrices, or bfloat16 if any are quantized.
     UserError if there is no such model.
     """
-    if name in KNOWN_MODELS:
+    if is_known(name):
         return "bfloat16"
     _check_known(name)
     directory = model_files(name)

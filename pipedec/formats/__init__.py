@@ -20,10 +20,11 @@ from pipedec.formats.float8 import Float8
 from pipedec.formats.ggml import Ggml, GgufFormats, indexed_formats
 from pipedec.formats.quantization import stated_formats
 from pipedec.formats.tables import Bnb4, Mxfp4
+from pipedec.formats.typical import typical_formats
 from pipedec.formats.weights import DTYPE_BYTES, WeightFormat
 
 __all__ = [
     "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "KERNEL_GROUPS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "Affine", "AllRounded",
     "Bnb4", "FileTensor", "Float8", "Format", "Formats", "Ggml", "GgufFormats", "Integers", "Mxfp4", "Plain", "Rounded",
-    "WeightFormat", "file_names", "indexed_formats", "stated_formats",
+    "WeightFormat", "file_names", "indexed_formats", "stated_formats", "typical_formats",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipedec.checkpoints import CheckpointPart, merged, rank_parts
 from pipedec.config import NONE, ClusterConfig
 from pipedec.core.errors import UserError
-from pipedec.families import KNOWN_MODELS
+from pipedec.families import is_known
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import Placement, rank_places
 
@@ -19,7 +19,7 @@ from pipedec.plan.placement import Placement, rank_places
 def checkpoints_of(config: ClusterConfig) -> dict[str, str]:
     """The checkpoints by key. UserError if one of them is a shape without weights."""
     for key, model in (("target", config.target), ("draft", config.draft)):
-        if model in KNOWN_MODELS:
+        if is_known(model):
             raise UserError(f"{key}: {model} is a shape for planning and has no weights: give a checkpoint directory")
     models = {"target": config.target, "draft": config.draft, "bita": config.bita}
     return {key: model for key, model in models.items() if model != NONE}

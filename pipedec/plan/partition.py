@@ -17,7 +17,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_ROWS, DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
 from pipedec.core.stage_message import ROW_ID_BYTES, Load
 from pipedec.families import checkpoint_dtype, model_by_name
-from pipedec.formats import DTYPE_BYTES, WeightFormat
+from pipedec.formats import ALL_PLAIN, DTYPE_BYTES, WeightFormat
 from pipedec.hardware import DEVICES, GIGA, DeviceSpec, LinkSpec
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
@@ -121,6 +121,13 @@ class Plan:
     @property
     def num_groups(self) -> int:
         return self.stages[-1].group
+
+    @property
+    def numbers(self) -> str:
+        """The dtype, and the format of weights that are quantized."""
+        formats = model_by_name(self.target).formats
+        is_stored = self.weights.quantize is None and formats is not ALL_PLAIN
+        return f"{self.weights}, weights in {formats.title}" if is_stored else str(self.weights)
 
     @property
     def ring_us(self) -> float:
@@ -318,7 +325,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     for stage in stages:
         if not stage.fits:
             smaller = ", bfloat16 or quantize" if weights.dtype == "float32" else " or quantize"
-            smaller = "" if weights.quantize is not None else smaller
+            smaller = smaller if weights.quantize is None and target.formats is ALL_PLAIN else ""
             problems.append(f"stage {stage.rank} {_shortage(stage)}: use more stages{smaller}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")

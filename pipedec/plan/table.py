@@ -27,7 +27,7 @@ def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
     """
     if plan.draft is None and draft_top1 is not None:
         raise UserError(f"partition {plan.partition} has no draft: name one (draft:) and its device (draft_device:)")
-    title = f"{plan.partition}: {plan.target} in {plan.weights}, {len(plan.stages)} stages in {plan.num_groups} groups"
+    title = f"{plan.partition}: {plan.target} in {plan.numbers}, {len(plan.stages)} stages in {plan.num_groups} groups"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("rank", justify="right")
     table.add_column("group", justify="right")

@@ -610,7 +610,7 @@ def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor
     assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + 2 * SHAPE.embedding_parameters)
     draft = 2 * KNOWN_MODELS["llama-3.2-1b"].parameters
     assert found["b"].memory_bytes > found["a"].memory_bytes / 2 + draft
-    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters)
+    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters + SHAPE.hidden_size)
     assert found["b"].checkpoint_bytes == stage + draft
 
 

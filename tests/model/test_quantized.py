@@ -21,6 +21,7 @@ from pipedec.formats import ROUNDED, WeightFormat
 from pipedec.model import LaneRows, StageModel
 from pipedec.model.formats import base, empty_matrix, packing, rounded
 from pipedec.model.formats.rounded import Int4Matrix, RoundedMatrix
+from pipedec.plan.costs import ModelCosts
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

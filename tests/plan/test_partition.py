@@ -1,7 +1,6 @@
 """Splitting layers over stages, and the arithmetic of a plan."""
 
 import io
-import itertools
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -225,7 +225,7 @@ def _cluster(plan: Plan, draft: str | None) -> Row:
         "groups": plan.num_groups,
         "model": plan.target,
         "draft": draft,
-        "dtype": str(plan.weights),
+        "dtype": plan.numbers,
         "devices": [stage.placement.device for stage in plan.stages],
         "draft_device": plan.draft.placement.device if plan.draft else None,
         "fits": not plan.problems,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pipedec.checkpoints import CheckpointPart, merged, rank_parts
+from pipedec.checkpoints import CheckpointPart, KnownTensors, LayerSpan, merged, rank_parts
 from pipedec.config import NONE, ClusterConfig
-from pipedec.families import KNOWN_MODELS, checkpoint_dtype, model_by_name
+from pipedec.families import checkpoint_dtype, is_known, model_by_name
 from pipedec.formats import DTYPE_BYTES
 from pipedec.gguf import is_named
 from pipedec.hardware import DEVICES
@@ -63,27 +63,33 @@ def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
     links = list(dict.fromkeys(pair for pair in pairwise([*places, places[0]]) if pair[0] != pair[1]))
     layers = tuple((stage.layers.start, stage.layers.stop) for stage in plan.stages)
     named = {"target": config.target, "draft": config.draft, "bita": config.bita}
-    models = {key: None if model == NONE or model in KNOWN_MODELS else checkpoint_path(model) for key, model in named.items()}
+    models = {key: None if model == NONE or is_known(model) else checkpoint_path(model) for key, model in named.items()}
     found = {}
     for host in dict.fromkeys([*places, *spares]):
         ranks = [rank for rank in (*([plan.draft] if plan.draft else []), *plan.stages) if rank.placement.host == host]
         memory_bytes, checkpoint_bytes = PROCESS_BYTES if plan.draft is None and host == places[0] else 0, 0  # rank 0, no draft
         for rank in ranks:
             model = config.target if rank.rank else config.draft
-            shape, element_bytes = model_by_name(model), DTYPE_BYTES.get(checkpoint_dtype(model), 2)
+            span = LayerSpan(rank.layers, rank.rank <= 1, rank.rank in (0, len(plan.stages)))
+            its_tensors, largest = _tensor_bytes(model, span)
             # A rank that loads: its process, the largest tensor of the model, and its weights if they stay in RAM.
-            tensor = max(shape.embedding_parameters, shape.hidden_size * shape.inner_size) * element_bytes
             on_cpu = 0 if DEVICES[rank.placement.device].is_gpu else rank.weight_bytes
-            memory_bytes += PROCESS_BYTES + tensor + on_cpu
-            ends = (rank.rank == 1) + (rank.rank == len(plan.stages))
-            in_part = len(rank.layers) * shape.layer_parameters + ends * shape.embedding_parameters
-            checkpoint_bytes += (in_part if rank.rank else shape.parameters) * element_bytes
+            memory_bytes += PROCESS_BYTES + largest + on_cpu
+            checkpoint_bytes += its_tensors
         found[host] = HostNeeds(
             tuple(rank for rank, its_host in enumerate(places) if its_host == host), host in spares, _gpus(config, plan, ranks),
             memory_bytes, checkpoint_bytes, layers, models,
             tuple(target for source, target in links if source == host),
         )  # fmt: skip
     return found
+
+
+def _tensor_bytes(model: str, span: LayerSpan) -> tuple[int, int]:
+    """The sizes in the checkpoint of all tensors that a stage reads, and of the largest one of the model."""
+    config, element_bytes = model_by_name(model), DTYPE_BYTES.get(checkpoint_dtype(model), 2)
+    tensors, whole = KnownTensors(config), LayerSpan(range(config.num_hidden_layers), first=True, last=True)
+    own, all_of_them = (tensors.file_bytes(one, element_bytes).values() for one in (span, whole))
+    return sum(own), max(all_of_them)
 
 
 def checkpoint_path(model: str) -> str:
