@@ -1,4 +1,4 @@
-"""What is known of a model's tensors before they are read: by the headers that are here, else by its ``config.json``."""
+"""The tensors of a model before any is read: by the headers that are here, else by its ``config.json``."""
 
 from __future__ import annotations
 
