@@ -76,8 +76,7 @@ class ModelCosts:
     def layer_bytes(self) -> list[int]:
         """Weights and caches of each layer."""
         slot_bytes = self._slots * self.weights.element_bytes
-        shapes = self.model.layers
-        return [layer.num_bytes + slot_bytes * shape.cached.num_values for layer, shape in zip(self._layers, shapes, strict=True)]
+        return [layer.num_bytes + slot_bytes * values for layer, values in zip(self._layers, self._cached, strict=True)]
 
     @property
     def _slots(self) -> int:
@@ -85,8 +84,7 @@ class ModelCosts:
 
     def token_bytes(self, layers: range) -> int:
         """One token in the KV caches of layers."""
-        shapes = self.model.layers[layers.start : layers.stop]
-        return sum(shape.cached.num_values for shape in shapes) * self.weights.element_bytes
+        return sum(self._cached[layers.start : layers.stop]) * self.weights.element_bytes
 
     def workspace_bytes(self, device: str) -> int:
         """Memory besides weights and caches: what libraries take, activations of a prefill chunk, the logits of every row, and on
@@ -99,24 +97,24 @@ class ModelCosts:
         """``workspace_bytes`` on a GPU without the CUDA context."""
         return LIBRARY_BYTES + self._activation_bytes + self.gpu_bytes
 
-    @property
+    @cached_property
     def gpu_bytes(self) -> int:
         """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices without a kernel while they are widened:
         those of the layers, in the graphs' memory, and those of the head."""
         widenings = any(layer.widened for layer in self._layers) + (self._ends(False, True).widened > 0)
         return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widenings * WIDENED_VALUES * self.weights.element_bytes
 
-    @property
+    @cached_property
     def graph_bytes(self) -> int:
         """Memory that the graphs of a stage allocate beside its weights, once, since they share it: the activations of the
         largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
         and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
         """
         group = max(layer.group for layer in self.model.layers)
-        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * self.model.cache_values_per_token
+        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * max(self._cached)
         return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
 
-    @property
+    @cached_property
     def _activation_bytes(self) -> int:
         """With the keys and values that a layer computes from latents, of all slots."""
         expanded = max(layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.layers)
@@ -150,6 +148,11 @@ class ModelCosts:
         return self.memory_bytes(device) - other
 
     @cached_property
+    def _cached(self) -> tuple[int, ...]:
+        """Elements of one token in the KV cache of each layer."""
+        return tuple(layer.cached.num_values for layer in self.model.layers)
+
+    @cached_property
     def _layers(self) -> tuple[HeldWeights, ...]:
         return tuple(self._held(self.model.layer_tensors(layer)) for layer in range(self.model.num_hidden_layers))
 
@@ -163,7 +166,7 @@ class ModelCosts:
         formats = {
             name: self._tensors.format_of(name, shape, self._formats, self.reads_headers) for name, shape in shapes.items()
         }
-        return together(held(formats[name], shape, self.weights) for name, shape in shapes.items())
+        return together([held(formats[name], shape, self.weights) for name, shape in shapes.items()])
 
     @cached_property
     def _tensors(self) -> KnownTensors:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -45,5 +45,10 @@ def held(format: Format, shape: Shape, weights: WeightFormat) -> HeldWeights:
     return HeldWeights(parameters, num_bytes, widened=parameters)
 
 
-def together(parts: Iterable[HeldWeights]) -> HeldWeights:
-    return HeldWeights(*map(sum, zip(*map(astuple, (HeldWeights(), *parts)), strict=True)))
+def together(parts: Sequence[HeldWeights]) -> HeldWeights:
+    return HeldWeights(
+        sum(part.parameters for part in parts),
+        sum(part.num_bytes for part in parts),
+        sum(part.kernel_bytes for part in parts),
+        sum(part.widened for part in parts),
+    )
