@@ -19,7 +19,7 @@ from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
 from pipedec.families import ModelConfig, ModelImpl, checkpoint_dtype, is_known, model_by_name, model_config
-from pipedec.formats import ALL_PLAIN, WeightFormat
+from pipedec.formats import WeightFormat
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
 from pipedec.kv import KVManager
@@ -36,7 +36,7 @@ from pipedec.model import (
 )
 from pipedec.plan.budgets import check_kv_budget, kv_slots
 from pipedec.plan.costs import ModelCosts
-from pipedec.plan.dtypes import GIVEN, Arithmetic, draft_dtype, target_dtype
+from pipedec.plan.dtypes import GIVEN, Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.partition import room_of
 from pipedec.plan.placement import Placement, even_layers, explicit_layers, rank_places
@@ -97,9 +97,9 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     chosen = target_dtype(numbers.dtype, checkpoint_dtype(target), computes_on)
     drafting = draft_dtype(numbers.draft_dtype, chosen.name, drafts_on)
     config = model_config(target)
-    _check_quantize("quantize", numbers.quantize, config)
+    check_quantize("quantize", numbers.quantize, target, config)
     if draft is not None:
-        _check_quantize("draft_quantize", numbers.draft_quantize, model_config(draft))
+        check_quantize("draft_quantize", numbers.draft_quantize, draft, model_config(draft))
     if places is None or settings.limits.max_model_len != PLANNED_MODEL_LEN:  # which a cluster.yaml need not have asked for
         _check_length(settings.limits.max_model_len, config)
     layers, num_layers = settings.cut.layers, config.num_hidden_layers
@@ -119,15 +119,6 @@ def _resolved(settings: Settings, places: tuple[Placement, ...] | None, in_parts
     )  # fmt: skip
 
 
-def _check_quantize(name: str, quantize: str | None, config: ModelConfig) -> None:
-    """Raises UserError if weights that a checkpoint has in fewer bits were to be rounded once more."""
-    if quantize is not None and config.formats is not ALL_PLAIN:
-        raise UserError(
-            f"{name} is {quantize}, but the weights in {config.directory} are quantized already ({config.formats.title}): "
-            "leave it out, or give the unquantized checkpoint"
-        )
-
-
 def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
     """Raises UserError if a limit of a prompt and its answer is above the model's own."""
     context, trained = config.context_length, config.max_position_embeddings
@@ -140,7 +131,8 @@ def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
 
 def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
     """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
-    costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.settings.passage)
+    formats = kept_formats(spec.settings.numbers.dequantize)
+    costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.settings.passage, formats=formats)
     parts = [(range(start, stop), rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
     return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)

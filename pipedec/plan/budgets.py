@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from pipedec.families import model_by_name
 from pipedec.plan.costs import ModelCosts
+from pipedec.plan.dtypes import kept_formats
 from pipedec.plan.kv_memory import DEFAULT_BYTES, KVBudget, RankBudget, RankNeeds
 from pipedec.plan.spec import PipelineSpec
 
@@ -67,4 +68,5 @@ def _costs(spec: PipelineSpec, rank: int) -> ModelCosts:
     """The costs of the model of a rank."""
     path, weights = (spec.draft, spec.largest_draft_weights) if rank == 0 else (spec.target, spec.weights)
     max_model_len = spec.settings.limits.max_model_len or 0
-    return ModelCosts(model_by_name(str(path)), weights, spec.knee, max_model_len, spec.settings.passage)
+    formats = kept_formats(spec.settings.numbers.dequantize)
+    return ModelCosts(model_by_name(str(path)), weights, spec.knee, max_model_len, spec.settings.passage, formats=formats)

@@ -1,4 +1,4 @@
-"""Which dtype ``auto`` stands for: 16 bits where the devices compute them fast.
+"""Which dtype ``auto`` stands for: 16 bits where the devices compute them fast; and whether weights keep their formats.
 
 The target's dtype changes what is computed, so every rank must have the same one; the draft's changes only how fast answers come.
 Knows what a device can do by its ``Arithmetic`` alone.
@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from pipedec.config import AUTO
+from pipedec.core.errors import UserError
+from pipedec.families import ModelConfig
+from pipedec.formats import ALL_PLAIN, Formats
 from pipedec.hardware import DEVICES
 from pipedec.messages.run import Choice
 
@@ -59,3 +63,19 @@ def draft_dtype(given: str, target: str, device: Arithmetic) -> Choice:
     if target == "float16" or not device.has_bfloat16:
         return Choice("float16", "as the target" if target == "float16" else "the GPU has no bfloat16 instructions")
     return Choice("bfloat16", "a GPU computes 16 bits faster")
+
+
+def kept_formats(dequantize: str) -> Formats | None:
+    """The formats of weights in memory by the setting ``dequantize``; None for those of the checkpoint. A CPU that widens some of
+    them by itself has the memory for it.
+    """
+    return ALL_PLAIN if dequantize == "always" else None
+
+
+def check_quantize(name: str, quantize: str | None, model: str | Path, config: ModelConfig) -> None:
+    """Raises UserError if weights that a model has in fewer bits were to be rounded once more, as the setting ``name`` says."""
+    if quantize is not None and config.formats is not ALL_PLAIN:
+        raise UserError(
+            f"{name} is {quantize}, but the weights of {model} are quantized already ({config.formats.title}): leave it out, or "
+            "give the unquantized checkpoint"
+        )

@@ -22,7 +22,7 @@ from pipedec.hardware import DEVICES, GIGA, DeviceSpec, LinkSpec
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.curves import expected_top1, timesteps_per_token
-from pipedec.plan.dtypes import Arithmetic, draft_dtype, target_dtype
+from pipedec.plan.dtypes import Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
 from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
 from pipedec.plan.roofline import PassTime
@@ -105,6 +105,7 @@ class Plan:
     partition: str
     target: str
     weights: WeightFormat
+    numbers: str  # the dtype, and the format of weights that are in fewer bits
     max_model_len: int
     rows: int  # per timestep, the tree's width
     draft: StagePlan | None  # rank 0; None without a draft model
@@ -121,13 +122,6 @@ class Plan:
     @property
     def num_groups(self) -> int:
         return self.stages[-1].group
-
-    @property
-    def numbers(self) -> str:
-        """The dtype, and the format of weights that are quantized."""
-        formats = model_by_name(self.target).formats
-        is_stored = self.weights.quantize is None and formats is not ALL_PLAIN
-        return f"{self.weights}, weights in {formats.title}" if is_stored else str(self.weights)
 
     @property
     def ring_us(self) -> float:
@@ -294,11 +288,16 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     found = place_ranks(config, name, partition)
     draft_place, places = found.draft, found.stages
     weights, draft_weights = _weights(config, draft_place, places)
-    costs = ModelCosts(target, weights, width, max_model_len, passage, settings.limits.gpu_memory_utilization)
+    check_quantize("quantize", weights.quantize, config.target, target)
+    utilization, formats = settings.limits.gpu_memory_utilization, kept_formats(settings.numbers.dequantize)
+    costs = ModelCosts(target, weights, width, max_model_len, passage, utilization, formats)
+    kept = target.formats if formats is None else formats
+    numbers = str(weights) if kept is ALL_PLAIN else f"{weights}, weights in {kept.title}"
     entry = config.network.link(found.host, places[0].host)
     draft = draft_costs = None
     if draft_place is not None:
         draft_costs = replace(costs, model=model_by_name(config.draft), weights=draft_weights)
+        check_quantize("draft_quantize", draft_weights.quantize, config.draft, draft_costs.model)
         draft_layers = range(draft_costs.model.num_hidden_layers)
         draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, entry, ROW_ID_BYTES, is_last=True)
     layers, problems = _split(costs, cut, places, draft)
@@ -325,7 +324,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     for stage in stages:
         if not stage.fits:
             smaller = ", bfloat16 or quantize" if weights.dtype == "float32" else " or quantize"
-            smaller = smaller if weights.quantize is None and target.formats is ALL_PLAIN else ""
+            smaller = smaller if weights.quantize is None and kept is ALL_PLAIN else ""
             problems.append(f"stage {stage.rank} {_shortage(stage)}: use more stages{smaller}")
     if draft and not draft.fits:
         problems.append(f"the draft {_shortage(draft)}: use a larger device or a smaller draft")
@@ -334,8 +333,8 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     except UserError as error:
         problems = problems or [str(error)]
     return Plan(
-        name, config.target, weights, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex, passage, kv,
-        tuple(problems), found.listed_us, measured,
+        name, config.target, weights, numbers, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex,
+        passage, kv, tuple(problems), found.listed_us, measured,
     )  # fmt: skip
 
 

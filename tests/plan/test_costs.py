@@ -259,7 +259,13 @@ def test_a_plan_names_the_format_of_the_weights() -> None:
     assert planned.problems == () and planned.numbers == "bfloat16, weights in Q4_K_M"
     (heading, *_) = [part for part in plan_table(planned).renderables if hasattr(part, "title")]
     assert str(heading.title).startswith("only: llama-3.1-8b:q4_k_m in bfloat16, weights in Q4_K_M, 2 stages")
-    assert plan(config.for_partition(given={"quantize": "int8"})).numbers == "bfloat16, weights in int8"
+    widened = plan(config.for_partition(given={"dequantize": "always"}))
+    assert widened.numbers == "bfloat16"
+    assert sum(stage.weight_bytes for stage in widened.stages) == 2 * model_by_name("llama-3.1-8b").parameters
+    with pytest.raises(
+        UserError, match=r"^quantize is int8, but the weights of llama-3\.1-8b:q4_k_m are quantized already \(Q4_K_M\)"
+    ):
+        plan(config.for_partition(given={"quantize": "int8"}))
     assert host_needs(config, planned)["a"].models["target"] is None, "it has no files"
 
 
