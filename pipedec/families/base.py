@@ -120,11 +120,6 @@ class ModelConfig(ABC):
         return max(size for shape in self.largest_layer.values() if len(shape) > 1 for size in shape)
 
     @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the token embedding; the head has the same number."""
-        return self.vocab_size * self.hidden_size
-
-    @property
     def cache_values_per_token(self) -> int:
         """The most elements of one token in the KV cache of one layer."""
         return max(layer.cached.num_values for layer in self.layers)

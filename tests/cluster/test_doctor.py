@@ -561,6 +561,7 @@ def test_links_of_three_hosts_are_measured(hosts3: Hosts, pair: Pair, tmp_path: 
 
 
 SHAPE = KNOWN_MODELS["llama-3.1-8b"]
+TABLE_BYTES = 2 * SHAPE.vocab_size * SHAPE.hidden_size
 SERVERS = [ServerConfig("a", {"rtx3090": 2}), ServerConfig("b", {"rtx3090": 1, "cpu": 2}), ServerConfig("c", {"rtx3090": 1})]
 ON_A_AND_B = {
     "stages": 3, "layers": [11, 11, 10],
@@ -607,10 +608,10 @@ def test_a_given_kv_memory_is_needed_in_full() -> None:
 
 def test_loading_takes_processes_the_largest_tensor_and_weights_on_the_processor() -> None:
     found = needs()
-    assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + 2 * SHAPE.embedding_parameters)
+    assert found["a"].memory_bytes == 2 * (PROCESS_BYTES + TABLE_BYTES)
     draft = 2 * KNOWN_MODELS["llama-3.2-1b"].parameters
     assert found["b"].memory_bytes > found["a"].memory_bytes / 2 + draft
-    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.embedding_parameters + SHAPE.hidden_size)
+    stage = 2 * (10 * SHAPE.layer_parameters + SHAPE.hidden_size) + TABLE_BYTES
     assert found["b"].checkpoint_bytes == stage + draft
 
 
