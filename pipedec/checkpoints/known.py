@@ -32,10 +32,9 @@ class KnownTensors:
     def format_of(self, name: str, shape: Shape, formats: Formats, by_headers: bool = True) -> Format:
         """How a tensor is stored in a checkpoint of these formats. Raises UserError if its sizes do not suit.
 
-        ``by_headers``: whether the types in the headers that are here count, also those of a safetensors file. Hosts may have
-        different ones of these; a GGUF file is whole on each.
+        ``by_headers``: whether the types in the headers that are here count, of which hosts may have different ones.
         """
-        if self._files is not None and (by_headers or self._files.gguf is not None):
+        if self._files is not None and by_headers:
             return self._files.format_of(formats, name, shape)
         return formats.of(name, shape, self.names)
 

@@ -51,8 +51,8 @@ class ModelCosts:
 
     Attributes:
         formats: how weights are kept in memory; by default as the checkpoint has them, unless they are rounded.
-        reads_headers: whether the types of tensors count that only the headers of safetensors files give. Plans, which must be
-            the same on hosts with other parts of the checkpoint, do without them. A GGUF file is whole on every host.
+        reads_headers: whether the types of tensors count that only the headers of files give. Plans, which must be the same on
+            hosts with other parts of the checkpoint, go by the names in its index alone.
     """
 
     model: ModelConfig

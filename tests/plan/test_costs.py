@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -160,6 +161,25 @@ def test_without_files_the_description_decides(stored: Path) -> None:
     assert costs_of(model_config(stored)).weight_bytes(range(1), False, False) == matrices + 2 * 4 * 32
 
 
+def test_plans_are_the_same_on_hosts_with_other_shards(stored: Path) -> None:
+    """The index alone says that the down projections are plain."""
+    file, config = stored / "model.safetensors", model_config(stored)
+    tensors = load_file(file)
+    shards = {
+        f"{part}.safetensors": [name for name in tensors if ("layers.1" in name) == (part == "one")] for part in ("one", "two")
+    }
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, stored / shard)
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    (stored / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    file.unlink()
+    whole = costs_of(config).weight_bytes(range(3), True, True)
+    (stored / "one.safetensors").unlink()
+    assert costs_of(config).weight_bytes(range(3), True, True) == whole
+    needs = [costs_of(config, reads_headers=True).weight_bytes(range(layer, layer + 1), False, False) for layer in range(2)]
+    assert needs == [layer_bytes(stored, 2), layer_bytes(stored, 4)]
+
+
 def test_headers_are_read_again_after_a_change(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path, layers=2, tie_word_embeddings=True)
     config, file = model_config(tmp_path), tmp_path / "model.safetensors"
@@ -230,6 +250,18 @@ def test_a_known_model_is_planned_in_a_format(model: str, suffix: str) -> None:
         plain.model == quantized.model
         and plain.weight_bytes(layers, False, False) == plain.model.layer_parameters * len(layers) * 2
     )
+
+
+def test_a_kernel_takes_affine_groups_in_bfloat16() -> None:
+    name, shape = "model.layers.0.mlp.down_proj.weight", (4096, 14336)
+    awq = model_by_name("llama-3.1-8b:awq").formats.of(name, shape)
+    assert [awq.has_kernel(dtype) for dtype in ("bfloat16", "float16", "float32")] == [True, False, False]
+    described = typical.DESCRIPTIONS["gptq"]
+    others: list[dict[str, Any]] = [{"group_size": -1}, {"bits": 8}, {"desc_act": True}]
+    found = [quantization.stated_formats({**described, **other}).of(name, shape) for other in others]
+    assert [one.has_kernel("bfloat16") for one in found] == [False] * 3
+    per_output = quantization.stated_formats({**described, "bits": 8, "group_size": -1}).of(name, shape)
+    assert [per_output.has_kernel("bfloat16", on_gpu) for on_gpu in (True, False)] == [False, True]
 
 
 def test_llama_cpps_mixture_has_more_bits_where_they_matter() -> None:
