@@ -108,8 +108,8 @@ def test_a_parameter_may_be_several_tensors_of_a_checkpoint(tmp_path: Path, monk
     """Gate and up projections of Phi 3, which is one matrix in the model, as two tensors in the file."""
     names = [f"mlp.{own}.weight" for own in ("gate_part", "up_part")]
     merged = WeightConverter(names, "mlp.gate_up_proj.weight", [Concatenate(dim=0)])
-    known = conversion_mapping._build_checkpoint_conversion_mapping()
-    monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", known | {"phi3": [merged]})
+    conversion_mapping.get_checkpoint_conversion_mapping("phi3")  # makes the table of all architectures
+    monkeypatch.setitem(vars(conversion_mapping)["_checkpoint_conversion_mapping_cache"], "phi3", [merged])
     save_model("phi3", tmp_path / "fused", num_key_value_heads=4)
     config = model_config(tmp_path / "fused")
     assert names[1] in " ".join(config.layer_tensors(0))

@@ -253,7 +253,7 @@ def test_blocks_are_read_in_slices_of_rows_and_values_cast_once(tmp_path):
     Checkpoint(file).read_into({name: stored})
     assert isinstance(stored, GgmlMatrix) and torch.equal(stored.widened(), expected)
     for dtype in (torch.float32, torch.bfloat16):
-        wide = WidenedMatrix(torch.empty(vocab, 64, dtype=dtype), Ggml("Q4_0"))
+        wide = WidenedMatrix(torch.empty(vocab, 64, dtype=dtype), [(Ggml("Q4_0"), vocab)])
         Checkpoint(file).read_into({name: wide})
         assert torch.equal(wide.weight_NK, expected.to(dtype))
 

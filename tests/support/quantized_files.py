@@ -275,8 +275,11 @@ def write_quantized_checkpoint(
         parts, plain[name] = WRITERS[chosen](weight, rng)
         written |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in parts.items()}
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    described = {**QUANTIZATION[format_name], **(quantization or {})}
-    _write(source, out, written, {**config, "quantization_config": {k: v for k, v in described.items() if v is not None}})
+    changed = quantization or {}
+    described = {
+        key: value for key, value in {**QUANTIZATION[format_name], **changed}.items() if changed.get(key, "") is not None
+    }
+    _write(source, out, written, {**config, "quantization_config": described})
     if dense is not None:
         _write(source, dense, plain, config)
     return plain

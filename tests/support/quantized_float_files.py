@@ -133,7 +133,7 @@ def write_bnb4(weight: Tensor, rng: np.random.Generator | None, table: str = "nf
     largest = np.maximum(np.abs(grouped).max(1), SMALLEST)
     size = float(weight.std())
     state: dict[str, Any] = {"quant_type": table, "blocksize": 64, "dtype": "bfloat16", "shape": [outputs, inputs]}
-    tensors = {"weight.quant_map": values}
+    tensors: dict[str, NDArray[Any]] = {"weight.quant_map": values}
     if is_nested:
         offset = float(np.float32(largest.mean() if rng is None else rng.uniform(1, 2) * size))
         if rng is None:
