@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,28 @@ class ModuleFormats(Formats):
         module = name.removesuffix(".weight")
         parts = module.split(".")
         return self.rule(module) if parts[-1] == HEAD or any(part.isdigit() for part in parts) else PLAIN
+
+
+def all_but(skipped: Sequence[str], format: Format) -> Callable[[str], Format]:
+    """The rule that gives all linear maps one format, apart from listed ones (see ``is_listed``)."""
+    return lambda module: PLAIN if is_listed(module, skipped) else format
+
+
+def is_listed(module: str, patterns: Sequence[str]) -> bool:
+    """Whether a name or regular expression matches the beginning of a module's name, up to a dot, or is the end of it."""
+    return any(module.endswith(one) or _begins(module, one) for one in patterns)
+
+
+def _begins(module: str, text: str) -> bool:
+    try:
+        return re.match(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", module) is not None
+    except re.error:
+        return module == text or module.startswith(f"{text}.")
+
+
+def skipped_modules(quantization: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    """The modules that the first of these keys lists as plain; without a list, the head. Raises UserError for anything else."""
+    return next((names(quantization, key) for key in keys if quantization.get(key) is not None), (HEAD,))
 
 
 def choice(values: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:

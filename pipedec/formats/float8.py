@@ -15,7 +15,7 @@ from typing import Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.formats.base import DTYPE_BITS, PLAIN, FileTensor, Format, Formats, Shape
-from pipedec.formats.modules import LinearFormats, skipped_modules
+from pipedec.formats.by_module import ModuleFormats, all_but, skipped_modules
 
 SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")  # the last two are exponents of 2, 127 more than they stand for
 _ACTIVATION_SCALES = (
@@ -39,7 +39,7 @@ class Float8(Format):
 
     @property
     def title(self) -> str:
-        return "fp8"
+        return "FP8"
 
     @property
     def step(self) -> int:
@@ -77,7 +77,7 @@ class Float8(Format):
 
 
 @dataclass(frozen=True)
-class Float8Formats(LinearFormats):
+class Float8Formats(ModuleFormats):
     """Attributes:
     spellings: further formats, which the names of the scales in the file tell apart.
     tables: endings of the names of embeddings that are quantized, too.
@@ -115,13 +115,14 @@ def fp8(quantization: Mapping[str, Any]) -> Formats:
     skipped = skipped_modules(quantization, "modules_to_not_convert", "ignored_layers")
     spellings = Float8("weight_scale", block if has_block else (0, 0)), Float8("scale", block), Float8("qscale_weight", block)
     tables = skipped_modules(quantization, "modules_to_convert") if quantization.get("modules_to_convert") else ()
-    return Float8Formats(Float8("weight_scale_inv", block), "fp8", skipped, (_note(scheme),), spellings, tables)
+    rule = all_but(skipped, Float8("weight_scale_inv", block))
+    return Float8Formats(rule, "FP8", (_note(scheme),), spellings, tables)
 
 
 def fbgemm_fp8(quantization: Mapping[str, Any]) -> Formats:
     """The formats of ``quant_method: fbgemm_fp8``: a scale for each output."""
     skipped = skipped_modules(quantization, "modules_to_not_convert")
-    return LinearFormats(Float8("weight_scale", (1, 0)), "fbgemm_fp8", skipped, (_note("dynamic"),))
+    return ModuleFormats(all_but(skipped, Float8("weight_scale", (1, 0))), "FBGEMM FP8", (_note("dynamic"),))
 
 
 def modelopt(quantization: Mapping[str, Any]) -> Formats:
@@ -134,9 +135,8 @@ def modelopt(quantization: Mapping[str, Any]) -> Formats:
             "or an unquantized one and --quantize int8 or int4"
         )
     skipped = tuple(translate(one) for one in skipped_modules(quantization, "ignore", "exclude_modules"))
-    return LinearFormats(
-        Float8("weight_scale", block), "modelopt fp8", skipped, (_note("static" if block == (0, 0) else "dynamic"),)
-    )
+    note = _note("static" if block == (0, 0) else "dynamic")
+    return ModuleFormats(all_but(skipped, Float8("weight_scale", block)), "ModelOpt FP8", (note,))
 
 
 def _note(scheme: str) -> str:

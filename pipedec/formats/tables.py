@@ -14,7 +14,7 @@ from typing import Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.formats.base import FileTensor, Format, Formats, Shape
-from pipedec.formats.modules import LinearFormats, skipped_modules
+from pipedec.formats.by_module import ModuleFormats, all_but, skipped_modules
 
 MXFP4_GROUP = 32
 NESTED_SCALES = 256  # scales in 8 bits that share a scale
@@ -27,12 +27,12 @@ class Mxfp4(Format):
 
     @property
     def title(self) -> str:
-        return "mxfp4"
+        return "MXFP4"
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         """``weight_blocks`` [N, K / 32, 16] and ``weight_scales`` [N, K / 32]. Raises UserError unless 32 divides K."""
         outputs, inputs = shape
-        groups = whole_groups("mxfp4", inputs, MXFP4_GROUP)
+        groups = whole_groups("MXFP4", inputs, MXFP4_GROUP)
         return {
             "weight_blocks": FileTensor(("U8",), (outputs, groups, MXFP4_GROUP // 2)),
             "weight_scales": FileTensor(("U8", "F8_E8M0"), (outputs, groups)),
@@ -106,7 +106,7 @@ def whole_groups(title: str, inputs: int, group: int) -> int:
 
 def mxfp4(quantization: Mapping[str, Any]) -> Formats:
     """The formats of ``quant_method: mxfp4``."""
-    return LinearFormats(Mxfp4(), "mxfp4", skipped_modules(quantization, "modules_to_not_convert"))
+    return ModuleFormats(all_but(skipped_modules(quantization, "modules_to_not_convert"), Mxfp4()), "MXFP4")
 
 
 def bitsandbytes(quantization: Mapping[str, Any]) -> Formats:
@@ -125,7 +125,7 @@ def bitsandbytes(quantization: Mapping[str, Any]) -> Formats:
         raise UserError(f"quantization_config: bnb_4bit_quant_storage must be uint8, not {shortened(storage)}")
     skipped = skipped_modules(quantization, "llm_int8_skip_modules")
     format = Bnb4(table, _flag(quantization, "bnb_4bit_use_double_quant"))
-    return LinearFormats(format, format.title, skipped)
+    return ModuleFormats(all_but(skipped, format), format.title)
 
 
 def _flag(quantization: Mapping[str, Any], key: str) -> bool:
