@@ -14,11 +14,13 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipedec.core.errors import UserError
 from pipedec.formats import Format, Ggml
 from pipedec.model.formats.base import LOADED_VALUES, Held, Kernel, QuantizedMatrix
 from pipedec.model.formats.packing import int4_kernel, packed_halves
+from pipedec.model.formats.scratch import scratch
 
 _HALF = 8  # what torch's kernel subtracts from codes of 4 bits
 _SIX, _FOUR, _UPPER = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030  # the lower 6 and 4 bits of four bytes, and the upper ones of 6
@@ -114,29 +116,42 @@ class GgmlMatrix(QuantizedMatrix):
             for place, plane in enumerate(planes):
                 upper |= plane << (place * layout.upper_bits)
 
+    def product(self, rows_RK: Tensor) -> Tensor:
+        wide_NK = scratch(self.shape, torch.float32, self.device)
+        self._widen(self.held, wide_NK)
+        if rows_RK.dtype != torch.float32:
+            wide_NK = scratch(self.shape, rows_RK.dtype, self.device).copy_(wide_NK)
+        return functional.linear(rows_RK, wide_NK)
+
     def values(self, held: Held) -> Tensor:
+        wide_nK = torch.empty(len(held["codes"]), self.shape[1], device=self.device)
+        self._widen(held, wide_nK)
+        return wide_nK
+
+    def _widen(self, held: Held, wide_nK: Tensor) -> None:
+        """Write the values."""
         scales, smallest = self._scales(held)
-        wide_nK = self._codes(held)
+        self._copy_codes(held, wide_nK)
         grouped = wide_nK.view(*scales.shape, self.layout.group).mul_(scales[..., None])
         if smallest is not None:
             grouped.add_(smallest[..., None])
-        return wide_nK
 
-    def _codes(self, held: Held) -> Tensor:
-        """float32 [n, K], less the code of 0."""
+    def _copy_codes(self, held: Held, wide_nK: Tensor) -> None:
+        """Write the codes, less that of 0."""
         layout, packed = self.layout, held["codes"]
         if not layout.lower_run:
-            return packed.float()
-        halves = [packed & 15, packed >> 4]
+            wide_nK.copy_(packed)
+            return
+        halves = list(scratch((2, *packed.shape), torch.uint8, packed.device))
+        torch.bitwise_and(packed, 15, out=halves[0])
+        torch.bitwise_right_shift(packed, 4, out=halves[1])
         if layout.upper is not None:
             shifts = torch.arange(0, 8, layout.upper_bits, dtype=torch.int32, device=packed.device)[:, None]
             mask = 0x01010101 if layout.upper_bits == 1 else 0x03030303
             upper_nK = (held["upper"].view(torch.int32)[:, None] >> shifts & mask).view(torch.uint8).flatten(1)
             halves = [half.add_(upper, alpha=16) for half, upper in zip(halves, upper_nK.chunk(2, 1), strict=True)]
-        wide_nK = torch.empty(len(packed), self.shape[1], device=packed.device)
         for part, half in zip(wide_nK.chunk(2, 1), halves, strict=True):
             part.copy_(half.view(torch.int8).sub_(layout.zero) if layout.zero else half)
-        return wide_nK
 
     def _scales(self, held: Held) -> tuple[Tensor, Tensor | None]:
         """float32 [n, S, groups of a block]: what codes are multiplied by, and what is added to them, if the type has that."""
