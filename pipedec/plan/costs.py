@@ -157,7 +157,7 @@ class ModelCosts:
         return tuple(self._held(self.model.layer_tensors(layer)) for layer in range(self.model.num_hidden_layers))
 
     def _ends(self, first: bool, last: bool) -> HeldWeights:
-        """What a stage holds beside its layers."""
+        """Weights that a stage holds beside its layers."""
         model = self.model
         shapes = model.embedding_tensors() if first else {}
         return self._held(shapes | model.norm_tensors() | model.head_tensors(self._tensors.names) if last else shapes)
