@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import quantized_files
+from support import quantized_files, quantized_float_files
 from support.checkpoints import save_tiny, save_tiny_llama
 from support.clusters import clustered
 from support.gguf_files import save_gguf
-from support.quantized_float_files import quantize_folder
 
 from pipedec.checkpoints import KnownTensors, LayerSpan
 from pipedec.cluster.doctor.needs import PROCESS_BYTES, host_needs
@@ -57,11 +56,11 @@ def save_stored(folder: Path, format: str) -> Path:
     save_tiny("llama", folder / "plain", hidden=256, kv_heads=2, vocab=512, layers=3)
     if format in BLOCKS:
         return save_gguf(folder / "model.gguf", folder / "plain", format)
-    if format in quantized_files.WRITERS:
-        quantized_files.write_quantized_checkpoint(folder / "plain", folder / "stored", format, np.random.default_rng(1))
-        return folder / "stored"
-    quantize_folder(folder / "plain", format, folder / "dense")
-    return folder / "plain"
+    if format in quantized_float_files.WRITERS:
+        quantized_float_files.quantize_folder(folder / "plain", format, folder / "dense")
+        return folder / "plain"
+    quantized_files.write_quantized_checkpoint(folder / "plain", folder / "stored", format, np.random.default_rng(1))
+    return folder / "stored"
 
 
 def check_bytes(model: Path, dtype: str, quantize: str | None = None) -> None:
