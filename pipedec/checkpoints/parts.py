@@ -161,7 +161,7 @@ def check_trained_for(bita: Path, target: Path) -> None:
 
 
 def stored_tensors(config: ModelConfig, span: LayerSpan, known: Collection[str] = ()) -> dict[str, FileTensor]:
-    """What the files of a checkpoint hold of these tensors, by name. Of what a checkpoint may lack, what it has.
+    """These tensors as the files of a checkpoint hold them, by name. Of those that a checkpoint may lack, the ones that it has.
 
     ``known`` are the checkpoint's tensors.
     """

@@ -78,7 +78,7 @@ class Format(ABC):
 
     @abstractmethod
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
-        """What the file holds, by the suffix that stands in place of ``weight``. Raises UserError if ``shape`` does not suit."""
+        """The tensors of the file, by the suffix that stands in place of ``weight``. Raises UserError if ``shape`` does not suit."""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class Formats(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how they are computed with, in whole sentences."""
+        """How they are computed with, where that is not as users may expect, in whole sentences."""
         return ()
 
     @abstractmethod
@@ -150,7 +150,7 @@ class Formats(ABC):
 
     def of(self, name: str, shape: Shape, known: Collection[str] = ()) -> Format:
         """The format of a tensor. ``known``: the names of the checkpoint's tensors, as far as they are known: a matrix that is
-        there as it is, is plain, whatever the description says.
+        there as it is, is plain, even if the description has it otherwise.
         """
         if len(shape) < 2 or not name.endswith(".weight"):
             return PLAIN
@@ -169,7 +169,7 @@ ALL_PLAIN = AllPlain()
 
 
 def file_names(name: str, format: Format, shape: Shape) -> dict[str, FileTensor]:
-    """What the file holds of a tensor, by full names."""
+    """The tensors of the file that make one of the model, by full names."""
     if format is PLAIN:
         return {name: PLAIN.tensors(shape)["weight"]}
     prefix = name.removesuffix("weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,13 @@ def read(folder: Path, names: list[str], values: dict[str, Tensor]) -> None:
         assert torch.equal(part.widened(), values[name]), name
     rows = torch.randn(5, inputs, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(fused.linear(rows), rows @ torch.cat([values[name] for name in names]).T, atol=1e-4, rtol=1e-5)
+
+
+MATRIX = "layers.0.x_proj.weight"
+
+
+def names_of(tensors: Mapping[str, Tensor]) -> set[str]:
+    return {MATRIX.removesuffix("weight") + suffix for suffix in tensors}
 
 
 @pytest.mark.parametrize("chunk_values", [1, weights.CHUNK_VALUES])
@@ -136,7 +143,7 @@ def test_rows_and_parts_of_every_format(name: str) -> None:
     config = stated_formats(QUANTIZATION[name])
     weight = torch.randn(400, 320, generator=torch.Generator().manual_seed(0))
     tensors, dense = WRITERS[name](weight, np.random.default_rng(0))
-    format = config.of("layers.0.x_proj.weight", (400, 320), {f"x_proj.{suffix}" for suffix in tensors}).resolved(dtype_names(tensors))
+    format = config.of(MATRIX, (400, 320), names_of(tensors)).resolved(dtype_names(tensors))
     matrix = matrix_of(format, (400, 320))
     matrix.fill(tensors)
     ids = torch.tensor([399, 0, 200, 127, 128, 0])
@@ -160,7 +167,7 @@ def dtype_names(tensors: dict[str, Tensor]) -> dict[str, str]:
 @pytest.mark.parametrize("shape", [(512, 896), (384, 1024), (256, 2048)])
 def test_memory_is_what_the_file_takes(name: str, shape: tuple[int, int]) -> None:
     tensors, _ = WRITERS[name](torch.randn(shape), np.random.default_rng(0))
-    found = stated_formats(QUANTIZATION[name]).of("layers.0.x_proj.weight", shape, {f"x_proj.{suffix}" for suffix in tensors})
+    found = stated_formats(QUANTIZATION[name]).of(MATRIX, shape, names_of(tensors))
     format = found.resolved(dtype_names(tensors))
     held = sum(tensor.nbytes for tensor in matrix_of(format, shape).tensors())
     stored = sum(tensor.nbytes for suffix, tensor in tensors.items() if suffix in format.tensors(shape))
@@ -184,7 +191,7 @@ class Largest(TorchDispatchMode):
 def test_a_matrix_is_filled_as_it_is_and_multiplied_slice_by_slice(name: str) -> None:
     shape = 2048, 1024
     tensors, dense = WRITERS[name](torch.randn(shape), np.random.default_rng(0))
-    found = stated_formats(QUANTIZATION[name]).of("layers.0.x_proj.weight", shape, {f"x_proj.{suffix}" for suffix in tensors})
+    found = stated_formats(QUANTIZATION[name]).of(MATRIX, shape, names_of(tensors))
     matrix = matrix_of(found.resolved(dtype_names(tensors)), shape)
     with Largest() as filling:
         matrix.fill(tensors)
@@ -386,7 +393,8 @@ def test_users_learn_that_activations_keep_their_precision() -> None:
 @pytest.mark.parametrize("name", WRITERS)
 def test_the_names_in_the_file_are_those_of_the_format(name: str) -> None:
     tensors, _ = WRITERS[name](torch.randn(128, 192), np.random.default_rng(0))
-    known = {f"a.{suffix}" for suffix in tensors}
+    known = {f"layers.0.a.{suffix}" for suffix in tensors}
     format = stated_formats(QUANTIZATION[name]).of("layers.0.a.weight", (128, 192), known)
-    assert file_names("a.weight", format, (128, 192)).keys() | {f"a.{one}" for one in format.unused} >= known
+    names = file_names("layers.0.a.weight", format, (128, 192)).keys()
+    assert names | {f"layers.0.a.{one}" for one in format.unused} >= known
     assert math.prod(format.tensors((128, 192))[next(iter(format.tensors((128, 192))))].shape) in (128 * 192, 128 * 96)

@@ -1,4 +1,4 @@
-"""What all matrices in fewer bits have in common: tensors by output, and products slice by slice.
+"""Common to all matrices in fewer bits: tensors by output, and products slice by slice.
 
 Where torch has a kernel that reads the numbers as they are, that computes. Elsewhere slices are widened to the type of the
 activations, small enough to stay in a processor's cache.
