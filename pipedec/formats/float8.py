@@ -135,7 +135,7 @@ def modelopt(quantization: Mapping[str, Any]) -> Formats:
             "or an unquantized one and --quantize int8 or int4"
         )
     if (cache := quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")) is not None:
-        raise UserError(f"quantization_config: a quantized cache ({shortened(cache)}) is not supported: choose another checkpoint")
+        raise UserError(f"quantization_config: a quantized cache ({shortened(cache)}) is not supported: choose another one")
     skipped = tuple(translate(one) for one in skipped_modules(quantization, "ignore", "exclude_modules"))
     note = _note("static" if block == (0, 0) else "dynamic")
     return ModuleFormats(all_but(skipped, Float8("weight_scale", block)), "ModelOpt FP8", (note,))
