@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedec.config.environment import usable_cpus
+from pipedec.config.environment import usable_cpus, usable_memory
 from pipedec.core.errors import UserError
 from pipedec.directories import cache_directory, settle_home, state_directory
 from pipedec.engine.devices import limit_threads
 
 CPUS = len(os.sched_getaffinity(0))
+MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 V1 = "3:cpuset:/pod\n2:cpu,cpuacct:/pod/box\n1:name=systemd:/\n0::/\n"
 
 
@@ -33,13 +34,30 @@ V1 = "3:cpuset:/pod\n2:cpu,cpuacct:/pod/box\n1:name=systemd:/\n0::/\n"
     (V1, {}, CPUS),
 ])  # fmt: skip
 def test_no_more_cpus_are_used_than_a_container_may(tmp_path: Path, groups: str, files: dict[str, str], cpus: int) -> None:
+    write_control_groups(tmp_path, groups, files)
+    assert usable_cpus(tmp_path) == cpus
+
+
+@pytest.mark.failure_case("M24")
+@pytest.mark.parametrize("groups, files, memory", [
+    ("0::/a/b\n", {"a/b/memory.max": "max", "a/memory.max": "1000000"}, 1_000_000),
+    ("0::/a\n", {"a/memory.max": "max"}, MEMORY),
+    (V1 + "5:memory:/pod\n", {"memory/pod/memory.limit_in_bytes": "2000000", "memory/memory.limit_in_bytes": str(2**63 - 4096)},
+     2_000_000),
+    (V1, {}, MEMORY),
+])  # fmt: skip
+def test_no_more_memory_is_counted_than_a_container_may(tmp_path: Path, groups: str, files: dict[str, str], memory: int) -> None:
+    write_control_groups(tmp_path, groups, files)
+    assert usable_memory(tmp_path) == memory
+
+
+def write_control_groups(tmp_path: Path, groups: str, files: dict[str, str]) -> None:
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(groups)
-    assert usable_cpus(tmp_path) == cpus
 
 
 @pytest.mark.failure_case("M24")

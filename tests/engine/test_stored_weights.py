@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny
 from support.gguf_files import save_gguf
@@ -14,9 +15,12 @@ from support.specs import bare_spec
 from benchmarks.methods import applicable_options
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.engine import devices
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.gguf.index import BLOCKS
 from pipedec.methods import METHODS
+from pipedec.plan.dtypes import Arithmetic
 from pipedec.verify.reference import Reference
 
 LAYERS, NUM_TOKENS = 5, 12
@@ -75,3 +79,51 @@ def test_so_it_is_with_every_format_at_every_stage_count(tmp_path: Path, format:
 @pytest.mark.parametrize("format", ["gptq", "Q6_K"])
 def test_widened_weights_give_the_same_answers(tmp_path: Path, format: str) -> None:
     check_answers(tmp_path, format, (2, 2), "pipedec", dequantize="always")
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four bits, for which torch has a kernel, and eight bits in groups, for which it has none."""
+    folder = tmp_path_factory.mktemp("mixed")
+    save_tiny("llama", folder / "plain", layers=1, hidden=64)
+    override = {"dynamic": {r".*down_proj": {"bits": 8}}}
+    write_quantized_checkpoint(
+        folder / "plain", folder / "stored", "gptq", others={"down_proj": "gptq-8bit"}, quantization=override
+    )
+    return folder / "stored"
+
+
+GIGABYTE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "device", "has_bfloat16", "memory", "widened", "words"),
+    [
+        ("never", "float32", "cpu", False, GIGABYTE, "", "as stored (as given)"),
+        ("always", "bfloat16", "cuda", False, GIGABYTE, "48", "widened (as given)"),
+        ("auto", "bfloat16", "cuda", True, GIGABYTE, "", "as stored (on a GPU)"),
+        ("auto", "float32", "cpu", True, GIGABYTE, "48", "widened where torch has no kernel (that is faster, and fits"),
+        ("auto", "bfloat16", "cpu", False, GIGABYTE, "8", "widened where torch has no kernel (that is faster, and fits"),
+        ("auto", "bfloat16", "cpu", True, GIGABYTE, "48", "widened (several rows are faster so, and it fits"),
+        ("auto", "float32", "cpu", True, 1000, "", "as stored (widened they take 0.0 GB, more than half of 0.0 GB here)"),
+    ],
+)
+def test_a_processor_widens_what_is_faster_so_and_fits(
+    monkeypatch: pytest.MonkeyPatch, mixed: Path, given: str, dtype: str, device: str, has_bfloat16: bool, memory: int,
+    widened: str, words: str,
+) -> None:  # fmt: skip
+    """``widened``: the bits of the matrices that are."""
+    monkeypatch.setattr(devices, "usable_memory", lambda: memory)
+    monkeypatch.setattr(devices, "arithmetic_of", lambda _: Arithmetic(is_gpu=False, has_bfloat16=has_bfloat16))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    config = model_config(mixed)
+    widens, choice = devices.widened_weights(config, dtype, torch.device(device), given)
+    found = {config.formats.of(f"model.layers.0.mlp.{own}_proj.weight", (64, 64)) for own in ("up", "down")}
+    assert "".join(sorted(str(one.bits) for one in found if widens(one))) == widened
+    assert choice is not None and f"{choice.name} ({choice.why})".startswith(f"GPTQ, 4 bits in groups of 32, {words}")
+
+
+def test_plain_weights_need_no_words(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, layers=1)
+    widens, choice = devices.widened_weights(model_config(tmp_path), "float32", torch.device("cpu"), "auto")
+    assert choice is None and widens is devices.as_stored
