@@ -38,6 +38,7 @@ from pipedec.config.environment import configured_interface
 from pipedec.core.errors import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.engine.activity import Activity
 from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
+from pipedec.families import model_config
 from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
 from pipedec.messages.run import RankDescription
 from pipedec.plan.budgets import agreed_budget, kv_slots, rank_needs
@@ -217,6 +218,9 @@ class Meeting:
         speaks_for_host = self._place.local_rank == 0 and self._place.has_others_elsewhere
         parts = self._spec.parts(self._place.rank) if speaks_for_host else []
         configs = {part.key: config_digest(Path(part.model)) for part in parts}
+        for part in parts:  # a GGUF file's types are not in what describes it
+            if part.key != "bita":
+                configs[part.key] += f", {model_config(part.model).formats.title}"
         server = self._scheduler.server_host
         address = (routed_address(server) if server else None) or LOOPBACK
         versions = {

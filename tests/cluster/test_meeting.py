@@ -19,6 +19,7 @@ import torch
 from msgspec import structs
 from support.clock import Clock
 from support.clusters import client_of, status_of
+from support.gguf_files import save_gguf
 from support.obedient_ranks import GPU_BYTES, free_file, pretend_gpus
 from support.prepared_ranks import PreparedRanks
 from support.processes import wait_until
@@ -196,6 +197,16 @@ def test_another_checkpoint_and_other_flags_are_found_before_anything_is_loaded(
     run.post(2)
     with pytest.raises(UserError, match=rf"^rank 1 \(stage 1\) on here {message}"):
         run.meet(1, 0, 1).result(30)
+
+
+@pytest.mark.failure_case("M7")
+def test_files_of_the_same_model_in_other_formats_do_not_meet(run: Run, pair: Pair, tmp_path: Path) -> None:
+    cards = []
+    for kind in ("Q8_0", "Q4_0"):
+        target = save_gguf(tmp_path / f"{kind}.gguf", pair.target, kind)
+        run.spec = run.spec.replaced(target=str(target))
+        cards.append(run.card(0).configs["target"].partition(", "))
+    assert cards[0][0] == cards[1][0] and [card[2] for card in cards] == ["GGUF: Q8_0", "GGUF: Q4_0"]
 
 
 @pytest.mark.failure_case("M2")
