@@ -35,7 +35,7 @@ from pipedec.formats import ALL_PLAIN
 from pipedec.gguf import is_gguf
 from pipedec.model import KVCache, LaneRows, StageModel
 
-DENSE, OWN = "dense", "the file's own"
+DENSE, OWN = "dense", "its own"
 _BLOCK = 16
 _LLAMA_CPP_TOKENS = 64
 
@@ -84,21 +84,21 @@ def measure_formats(config: FormatsConfig, folder: Path, status: Callable[[str],
     def load(format: str, directory: str | Path, dtype: str, kept: str) -> None:
         status(f"loading {format}, {kept} in {dtype}")
         found, device = model_config(directory), torch.device("cpu")
-        widens, _ = widened_weights(found, dtype, device, {"as stored": "never", "widened": "always"}.get(kept, "auto"))
+        widens, _ = widened_weights(found, dtype, device, {"stored": "never", "widened": "always"}.get(kept, "auto"))
         stage = StageModel.load(directory, range(found.num_hidden_layers), DTYPES[dtype], device, found, widens=widens)
         contenders.append(_Contender(format, dtype, kept, stage, config))
 
     write_dense_checkpoint(config.model, folder / DENSE)
-    load(DENSE, folder / DENSE, "float32", "as stored")
+    load(DENSE, folder / DENSE, "float32", "stored")
     sources: list[tuple[str, str | Path]] = [(OWN, config.model)] if model_config(config.model).formats is not ALL_PLAIN else []
     for name in config.formats:
         status(f"writing {name}")
         write_quantized_checkpoint(folder / DENSE, folder / name, name)
         sources.append((name, folder / name))
-    load(DENSE, folder / DENSE, "bfloat16", "as stored")
+    load(DENSE, folder / DENSE, "bfloat16", "stored")
     for name, directory in sources:
         for dtype in ("float32", "bfloat16"):
-            for kept in ("as stored", "widened", "auto"):
+            for kept in ("stored", "widened", "auto"):
                 load(name, directory, dtype, kept)
     for turn in range(config.repeats):
         status(f"step {turn + 1} of {config.repeats}")
@@ -151,15 +151,11 @@ def _table(rows: list[Row]) -> Table:
         f"over dense float32, above 1 is faster. {machine_text(dense)}."
     )
     counts = list(dense["ms"])
-    columns = [
-        "format",
-        "dtype",
-        "kept",
-        "MB",
-        *(f"{count} rows: ms" for count in counts),
-        *(f"{count}: ratio" for count in counts),
-    ]
+    named = ["1 row" if count == "1" else f"{count} rows" for count in counts]
+    columns = ("format", "dtype", "kept", "MB", *(f"{name}, ms" for name in named), *(f"{name}, ratio" for name in named))
     table = titled_table("Weights in different formats", columns, caption, left=("dtype", "kept"))
+    for column in table.columns[:3]:
+        column.no_wrap = True
     for row in rows:
         times = [row["ms"].get(count) for count in counts]
         ratios = ["" if time is None else f"{dense['ms'][count] / time:.2f}×" for count, time in zip(counts, times, strict=True)]
