@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.quantized_files import write_quantized_checkpoint
 from support.specs import bare_spec
 from torch import Tensor
 from transformers import conversion_mapping
@@ -29,7 +30,7 @@ from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
-from pipedec.formats import WeightFormat
+from pipedec.formats import ALL_PLAIN, WeightFormat
 from pipedec.model import Checkpoint, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED
 from pipedec.plan.costs import ModelCosts
@@ -116,6 +117,18 @@ def test_a_parameter_may_be_several_tensors_of_a_checkpoint(tmp_path: Path, monk
     assert len(config.layer_tensors(0)) == len(load_file(tmp_path / "fused/model.safetensors")) // LAYERS
     pipeline = LocalPipeline.load(bare_spec(tmp_path / "fused", LAYERS, (2, 2)))
     expected, _ = generated(load_transformers(tmp_path / "fused", torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
+    assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
+
+
+@pytest.mark.parametrize("format", ["gptq-ordered", "fp8-odd-blocks"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "phi3", "glm4", "cohere2", "youtu"])
+def test_modules_compute_with_weights_as_they_are_stored(model_type: str, format: str, tmp_path: Path) -> None:
+    """Also in modules with several maps in one matrix, and with keys and values from latents."""
+    save_model(model_type, tmp_path / "dense")
+    write_quantized_checkpoint(tmp_path / "dense", tmp_path / "stored", format, dense=tmp_path / "wide")
+    assert model_config(tmp_path / "stored").formats is not ALL_PLAIN
+    expected, _ = generated(load_transformers(tmp_path / "wide", torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
+    pipeline = LocalPipeline.load(bare_spec(tmp_path / "stored", LAYERS, (2, 2), dequantize="never"))
     assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
 
 

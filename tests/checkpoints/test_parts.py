@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
-from support.checkpoints import save_tiny_llama
+from support.checkpoints import save_tiny, save_tiny_llama
+from support.quantized_files import write_quantized_checkpoint
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import TensorFiles, check_here, merged, rank_parts
+from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, check_here, merged, rank_parts
 from pipedec.checkpoints.parts import missing_files
 from pipedec.checkpoints.tensors import INDEX_FILE
 from pipedec.core.errors import UserError
@@ -20,6 +22,15 @@ LAYERS = [(0, 3), (3, 6), (6, 8)]
 def target(tmp_path: Path) -> Path:
     save_tiny_llama(tmp_path / "target", layers=8, max_shard_size="50KB")
     return tmp_path / "target"
+
+
+def test_a_part_of_stored_weights_has_all_tensors_of_its_matrices(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "plain", layers=4)
+    write_quantized_checkpoint(tmp_path / "plain", tmp_path / "stored", "gptq-ordered")
+    part = CheckpointPart("target", str(tmp_path / "stored"), (LayerSpan(range(2, 4), first=False, last=True),))
+    files = TensorFiles(tmp_path / "stored")
+    inside = [name for name in files.file_of if re.match(r"model\.layers\.[23]\.|model\.norm|lm_head", name)]
+    assert sorted(part.tensors(files)) == sorted(inside) and "model.layers.2.self_attn.q_proj.g_idx" in inside
 
 
 def test_all_ranks_together_read_every_tensor_once(target: Path) -> None:
