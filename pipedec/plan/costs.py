@@ -101,8 +101,8 @@ class ModelCosts:
     def gpu_bytes(self) -> int:
         """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices without a kernel while they are widened:
         those of the layers, in the graphs' memory, and those of the head."""
-        widenings = any(layer.widened for layer in self._layers) + (self._ends(False, True).widened > 0)
-        return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widenings * WIDENED_VALUES * self.weights.element_bytes
+        widened_bytes = max(layer.widened_bytes for layer in self._layers) + self._ends(False, True).widened_bytes
+        return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widened_bytes * WIDENED_VALUES
 
     @cached_property
     def graph_bytes(self) -> int:

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from pipedec.formats import Format, Plain, WeightFormat
+from pipedec.formats import Affine, Bnb4, Format, Ggml, Mxfp4, Plain, Rounded, WeightFormat
 from pipedec.formats.base import Shape
+
+# What torch's operations on a GPU read and write per weight while codes are unpacked, counted as they run.
+_HALVES, _ZEROS, _TABLE = 5, 8, 4  # codes of 4 bits, zero points, and places in a table
+_BLOCKS = {"Q8_0": 0, "Q4_0": 9, "Q4_1": 15, "Q4_K": 16, "Q5_0": 15, "Q5_1": 21, "Q5_K": 22, "Q6_K": 16}
 
 
 @dataclass(frozen=True)
@@ -19,19 +23,21 @@ class HeldWeights:
         parameters: numbers that they stand for.
         num_bytes: in memory.
         kernel_bytes: of those, of quantized matrices that a kernel for GPUs reads as they are.
-        widened: parameters of the quantized matrices that a GPU widens for each product.
+        widening_bytes: memory traffic of a GPU that widens the other quantized matrices for each product.
+        widened_bytes: of a weight, at the most, while it is widened there; 0 if none is.
     """
 
     parameters: int = 0
     num_bytes: int = 0
     kernel_bytes: int = 0
-    widened: int = 0
+    widening_bytes: int = 0
+    widened_bytes: int = 0
 
-    def read_bytes(self, element_bytes: int, on_gpu: bool) -> int:
-        """Memory traffic of one pass. A GPU without a kernel widens matrices in its memory, where they are written and read again
-        in numbers of ``element_bytes``. A processor widens them in its cache.
+    def read_bytes(self, on_gpu: bool) -> int:
+        """Memory traffic of one pass. A GPU without a kernel widens matrices in its memory, where each operation reads and writes
+        them again. A processor widens them in its cache.
         """
-        return self.num_bytes + (2 * element_bytes * self.widened if on_gpu else 0)
+        return self.num_bytes + (self.widening_bytes if on_gpu else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -42,7 +48,8 @@ def held(format: Format, shape: Shape, weights: WeightFormat) -> HeldWeights:
         return HeldWeights(parameters, num_bytes)
     if format.has_kernel(weights.dtype):
         return HeldWeights(parameters, num_bytes, kernel_bytes=num_bytes)
-    return HeldWeights(parameters, num_bytes, widened=parameters)
+    traffic, most = _widening(format, weights.element_bytes)
+    return HeldWeights(parameters, num_bytes, widening_bytes=parameters * traffic, widened_bytes=most)
 
 
 def together(parts: Sequence[HeldWeights]) -> HeldWeights:
@@ -50,5 +57,24 @@ def together(parts: Sequence[HeldWeights]) -> HeldWeights:
         sum(part.parameters for part in parts),
         sum(part.num_bytes for part in parts),
         sum(part.kernel_bytes for part in parts),
-        sum(part.widened for part in parts),
+        sum(part.widening_bytes for part in parts),
+        max((part.widened_bytes for part in parts), default=0),
     )
+
+
+def _widening(format: Format, element_bytes: int) -> tuple[int, int]:
+    """Of each weight that a GPU widens for a product: bytes that it reads and writes beside those in memory, and holds at the
+    most. Weights that were rounded as they were read are widened to the numbers of the product, all others to float32 first.
+    """
+    if isinstance(format, Rounded):
+        return (2 * element_bytes, element_bytes) if format.bits == 8 else (4 + 4 * element_bytes, 1 + element_bytes)
+    written_and_scaled, converted = 4 + 8, 4 + element_bytes if element_bytes < 4 else 0
+    return _unpacking(format) + written_and_scaled + converted + element_bytes, 7
+
+
+def _unpacking(format: Format) -> int:
+    if isinstance(format, Affine):
+        return _HALVES * (format.bits == 4) + _ZEROS * (format.zeros is not None)
+    if isinstance(format, Ggml):
+        return _BLOCKS[format.type]
+    return _TABLE if isinstance(format, Mxfp4 | Bnb4) else 0

@@ -395,7 +395,7 @@ def _with_shares(draft: StagePlan | None, stages: tuple[StagePlan, ...]) -> tupl
         return draft, stages
     fixed = draft.weight_bytes + draft.workspace_bytes
     left = stage.memory_bytes - fixed - stage.weight_bytes - stage.workspace_bytes
-    part = fixed + left * draft.kv_token_bytes // (draft.kv_token_bytes + stage.kv_token_bytes)
+    part = max(fixed + left * draft.kv_token_bytes // (draft.kv_token_bytes + stage.kv_token_bytes), 0)
     shared = replace(stage, memory_bytes=stage.memory_bytes - part, shared=True)
     return replace(draft, memory_bytes=part, shared=True), tuple(shared if one is stage else one for one in stages)
 

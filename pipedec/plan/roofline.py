@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass
 
-from pipedec.formats import DTYPE_BYTES
 from pipedec.hardware import GIGA, DeviceSpec
 from pipedec.plan.held import HeldWeights
 
@@ -65,7 +64,7 @@ def pass_time(device: DeviceSpec, weights: HeldWeights, dtype: str, layers: int 
     """
     byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA)
     return PassTime(
-        read_ms=weights.read_bytes(DTYPE_BYTES[dtype], device.is_gpu) * byte_ms,
+        read_ms=weights.read_bytes(device.is_gpu) * byte_ms,
         row_ms=1000 * 2 * weights.parameters / device.peak_flops(dtype),
         launch_ms=layers * LAUNCH_US_PER_LAYER / 1000,
         past_ms=past_bytes * byte_ms,

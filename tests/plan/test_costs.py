@@ -225,12 +225,13 @@ def test_a_gpu_widens_what_it_has_no_kernel_for() -> None:
     bfloat16 = WeightFormat("bfloat16")
     wide, coded, packed = (held(format, (4096, 4096), bfloat16) for format in (PLAIN, Bytes(), Rounded(4)))
     assert (wide.num_bytes, coded.num_bytes, packed.num_bytes) == (2 << 24, (1 << 24) + 4 * 4096, (1 << 23) + (1 << 21))
-    assert [one.read_bytes(2, on_gpu=False) for one in (wide, coded, packed)] == [2 << 24, coded.num_bytes, packed.num_bytes]
-    assert [one.read_bytes(2, on_gpu=True) for one in (wide, coded, packed)] == [
-        2 << 24, coded.num_bytes + (4 << 24), packed.num_bytes,
+    assert [one.read_bytes(on_gpu=False) for one in (wide, coded, packed)] == [2 << 24, coded.num_bytes, packed.num_bytes]
+    assert [one.read_bytes(on_gpu=True) for one in (wide, coded, packed)] == [
+        2 << 24, coded.num_bytes + (20 << 24), packed.num_bytes,
     ]  # fmt: skip
     assert [pass_time(GPU, one, "bfloat16").reread_ms > 0 for one in (wide, coded, packed)] == [False, False, True]
-    assert held(Rounded(4), (4096, 4096), WeightFormat("float16")).widened == 1 << 24
+    assert (wide.widening_bytes, packed.widening_bytes) == (0, 0)
+    assert held(Rounded(4), (4096, 4096), WeightFormat("float16")).widening_bytes > 4 << 24
     flops = {pass_time(GPU, one, "bfloat16").row_ms for one in (wide, coded, packed)}
     assert len(flops) == 1 and pass_time(CPU, HeldWeights(), "float32").ms(1) == 0
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.formats import Affine, Format, Integers
 from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
-from pipedec.model.formats.packing import int4_kernel, packed_halves, unpacked_halves
+from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel, unpacked_halves
 
 _SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, None: torch.float16}
 _PART_STEP = 32  # outputs; parts of a file's tensor begin at a multiple of it
@@ -118,14 +118,19 @@ class AffineMatrix(QuantizedMatrix):
         """Use torch's kernel if there is one for these sizes; it has scales and zero points in bfloat16."""
         format, codes, scales_NG = self.format, self.held["codes"], self.held["scales"]
         if format.bits == 4 and format.group and self.shape[1] % format.group == 0:
-            zeros_NG = self.held["zeros"].float() if "zeros" in self.held else torch.full_like(scales_NG, 8, dtype=torch.float32)
-            found = int4_kernel(codes, scales_NG, (8 - zeros_NG) * scales_NG.float(), format.group)
-            if found is not None:
-                self._kernel, self.held = found
+            if suits_int4_kernel(self.shape, format.group):
+                parts = (part._scales_and_zeros() for part in self.slices(LOADED_VALUES))
+                self._kernel, self.held = int4_kernel(codes, parts, format.group)
         elif format.bits == 8 and scales_NG.shape[1] == 1 and "zeros" not in self.held and self.device.type == "cpu":
             scales_N = scales_NG[:, 0].to(torch.bfloat16)
             self._kernel = lambda rows_RK: torch._weight_int8pack_mm(rows_RK, codes, scales_N)
             self.held = {"codes": codes, "scales": scales_N}
+
+    def _scales_and_zeros(self) -> tuple[Tensor, Tensor]:
+        """As torch's kernel for 4 bits has them: it multiplies q − 8, and adds the weight of 8."""
+        scales_NG = self.held["scales"].float()
+        zeros_NG = self.held["zeros"].float() if "zeros" in self.held else torch.full_like(scales_NG, 8)
+        return scales_NG, (8 - zeros_NG) * scales_NG
 
 
 def _numbers(tensor: Tensor, stored: Integers, bits: int, outputs: int, columns: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from pipedec.formats import WIDENED_VALUES, Format
 from pipedec.model.matrices import Matrix
 
-_SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
+SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
 LOADED_VALUES = {"cpu": 1 << 19, "cuda": 1 << 22}  # rounded or unpacked at once
 
 Kernel = Callable[[Tensor], Tensor]
@@ -66,7 +66,7 @@ class QuantizedMatrix(Matrix):
         if self._kernel is not None:
             product_RN = self._kernel(rows_RK)
         else:
-            parts = [part.product(rows_RK) for part in self.slices(_SLICE_VALUES)]
+            parts = [part.product(rows_RK) for part in self.slices(SLICE_VALUES)]
             product_RN = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product_RN if bias_N is None else product_RN.add_(bias_N)
 

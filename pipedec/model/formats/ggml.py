@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from pipedec.core.errors import UserError
 from pipedec.formats import Format, Ggml
-from pipedec.model.formats.base import LOADED_VALUES, Held, Kernel, QuantizedMatrix
-from pipedec.model.formats.packing import int4_kernel, packed_halves
+from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
+from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel
 from pipedec.model.formats.scratch import scratch
 
 _HALF = 8  # what torch's kernel subtracts from codes of 4 bits
@@ -170,23 +170,27 @@ class GgmlMatrix(QuantizedMatrix):
         return factors[..., :1], factors[..., 1:] if self.layout.zero is None else None
 
     def prepared(self, keeps_rows: bool = False) -> Self:
-        if self.dtype == torch.bfloat16 and not keeps_rows and (found := self._int4_kernel()) is not None:
-            self._kernel, self.held = found
+        takes_kernel = self.format.has_kernel("bfloat16") and suits_int4_kernel(self.shape, self.layout.group)
+        if self.dtype == torch.bfloat16 and not keeps_rows and takes_kernel:
+            self._take_int4_kernel()
         return self
 
-    def _int4_kernel(self) -> tuple[Kernel, dict[str, Tensor]] | None:
-        """torch's kernel for 4 bits, with scales and weights of 0 in bfloat16; None if it does not take the type or the sizes.
+    def _take_int4_kernel(self) -> None:
+        """Use torch's kernel for 4 bits, with scales and weights of 0 in bfloat16.
 
         A code c, from -8 to 7, stands for the weight c · s + z. Rounding s and z moves it by (8 |s| + |z|) / 256 at most, and
         the largest weight that the group can have is 7 |s| + |z| at least: no weight is off by more than 8/7 of what rounding
         that largest one to bfloat16 may do.
         """
-        if not self.format.has_kernel("bfloat16"):
-            return None
+        signed = self.held["codes"].bitwise_xor_(_HALF | _HALF << 4).view(torch.int8)
+        parts = (part._scales_and_zeros() for part in self.slices(LOADED_VALUES))
+        self._kernel, self.held = int4_kernel(signed, parts, self.layout.group)
+
+    def _scales_and_zeros(self) -> tuple[Tensor, Tensor]:
+        """[n, groups of a row], as torch's kernel has them: it multiplies c − 8, and adds the weight of 8."""
         scales, smallest = self._scales(self.held)
         zeros = torch.zeros_like(scales) if smallest is None else smallest + _HALF * scales
-        signed = (self.held["codes"] ^ (_HALF | _HALF << 4)).view(torch.int8)
-        return int4_kernel(signed, scales.flatten(1), zeros.flatten(1), self.layout.group)
+        return scales.flatten(1), zeros.flatten(1)
 
 
 def empty_ggml(format: Ggml, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> GgmlMatrix:

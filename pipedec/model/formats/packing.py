@@ -5,14 +5,16 @@ Shape legend: R rows in this step, N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
 from pipedec.formats import KERNEL_GROUPS
-from pipedec.model.formats.base import Kernel
+from pipedec.model.formats.base import LOADED_VALUES, Kernel
 
 _PACKED_OUTPUTS = 16  # torch's kernels for 4 bits take a multiple of this
-_PACKED_BLOCK = 1024  # outputs packed at once
+_PACKED_STEP = 64  # outputs; parts that are packed one by one begin at a multiple of it
 
 
 def packed_halves(values_NK: Tensor) -> Tensor:
@@ -28,17 +30,27 @@ def unpacked_halves(packed: Tensor) -> Tensor:
     return torch.cat(((packed << 4) >> 4, packed >> 4), 1)
 
 
-def int4_kernel(values: Tensor, scales_NG: Tensor, zeros_NG: Tensor, group: int) -> tuple[Kernel, dict[str, Tensor]] | None:
-    """torch's kernel for weights ``value · scale + zero`` and bfloat16 rows, and what it keeps in memory. None if it does not
-    take these sizes.
+def suits_int4_kernel(shape: torch.Size, group: int) -> bool:
+    """Whether torch's kernel for 4 bits takes a matrix [N, K] of this shape."""
+    outputs, inputs = shape
+    return outputs % _PACKED_OUTPUTS == 0 and group in KERNEL_GROUPS and inputs % 64 == 0
+
+
+def int4_kernel(values: Tensor, parts: Iterable[tuple[Tensor, Tensor]], group: int) -> tuple[Kernel, dict[str, Tensor]]:
+    """torch's kernel for weights ``value · scale + zero`` and bfloat16 rows, and what it keeps in memory, for sizes that suit it.
 
     Args:
         values: see ``packed_halves``; they are packed anew in place.
+        parts: scales and zeros of consecutive outputs, [n, G].
     """
     outputs, inputs = len(values), 2 * values.shape[1]
-    if outputs % _PACKED_OUTPUTS or group not in KERNEL_GROUPS or inputs % 64:
-        return None
-    scales_and_zeros = torch.stack((scales_NG, zeros_NG), 2).to(torch.bfloat16).transpose(0, 1).contiguous()
+    scales_and_zeros = torch.empty(inputs // group, outputs, 2, dtype=torch.bfloat16, device=values.device)
+    first = 0
+    for part in parts:
+        places = slice(first, first + len(part[0]))
+        for place, numbers_nG in enumerate(part):
+            scales_and_zeros[:, places, place] = numbers_nG.T
+        first = places.stop
     if values.device.type == "cpu":
         multiply, packed = torch._weight_int4pack_mm_for_cpu, _packed_for_cpu(values)
     else:
@@ -50,8 +62,7 @@ def int4_kernel(values: Tensor, scales_NG: Tensor, zeros_NG: Tensor, group: int)
 def _packed_for_cpu(values: Tensor) -> Tensor:
     """Repack in place: the kernel's blocks of outputs lie one after the other."""
     packed = values.view(torch.uint8)
-    for start in range(0, len(values), _PACKED_BLOCK):
-        part = slice(start, start + _PACKED_BLOCK)
+    for part in _parts(values):
         packed[part] = torch._convert_weight_to_int4pack_for_cpu(_unsigned(values[part]).int(), 1)
     return packed
 
@@ -63,12 +74,18 @@ def packed_for_cuda(values: Tensor) -> Tensor:
     outputs, inputs = len(values), 2 * values.shape[1]
     tiles = 8 if inputs % 128 == 0 else 4
     packed = values.view(torch.int32).view(outputs // 8, inputs // (16 * tiles), 32, tiles // 2)
-    for start in range(0, outputs, _PACKED_BLOCK):
-        part = slice(start, start + _PACKED_BLOCK)
+    for part in _parts(values):
         unsigned_NK = _unsigned(values[part])
         pairs = (unsigned_NK[:, ::2] << 4 | unsigned_NK[:, 1::2]).view(torch.uint8)
-        packed[start // 8 : part.stop // 8] = torch._convert_weight_to_int4pack(pairs, tiles)
+        packed[part.start // 8 : part.stop // 8] = torch._convert_weight_to_int4pack(pairs, tiles)
     return packed
+
+
+def _parts(values: Tensor) -> Iterator[slice]:
+    """Consecutive outputs, so few at a time that copies of them take little memory."""
+    at_once = LOADED_VALUES[values.device.type] // (2 * values.shape[1])
+    step = max(at_once // _PACKED_STEP, 1) * _PACKED_STEP
+    return (slice(start, min(start + step, len(values))) for start in range(0, len(values), step))
 
 
 def _unsigned(values: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from pipedec.core.errors import UserError
 from pipedec.formats import ROUNDED, Format, Rounded
 from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
-from pipedec.model.formats.packing import int4_kernel, packed_halves
+from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel
 
 
 class RoundedMatrix(QuantizedMatrix):
@@ -115,10 +115,9 @@ class Int4Matrix(RoundedMatrix):
         return wide_NK
 
     def prepared(self, keeps_rows: bool = False) -> Self:
-        if self.dtype == torch.bfloat16 and not keeps_rows:
-            scales_NG, zeros_NG = self.scales[:, 0] * 16, self.scales[:, 1]
-            if (found := int4_kernel(self.held["values"], scales_NG, zeros_NG, self.format.group)) is not None:
-                self._kernel, self.held = found
+        if self.dtype == torch.bfloat16 and not keeps_rows and suits_int4_kernel(self.shape, self.format.group):
+            parts = ((part.scales[:, 0] * 16, part.scales[:, 1]) for part in self.slices(LOADED_VALUES))
+            self._kernel, self.held = int4_kernel(self.held["values"], parts, self.format.group)
         return self
 
 
