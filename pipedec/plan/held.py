@@ -63,8 +63,8 @@ def together(parts: Sequence[HeldWeights]) -> HeldWeights:
 
 
 def _widening(format: Format, element_bytes: int) -> tuple[int, int]:
-    """Of each weight that a GPU widens for a product: bytes that it reads and writes beside those in memory, and holds at the
-    most. Weights that were rounded as they were read are widened to the numbers of the product, all others to float32 first.
+    """Bytes that a GPU reads and writes for each weight that it widens, beside those in memory, and the most that one takes
+    meanwhile. Weights that were rounded as they were read are widened to the numbers of the product, all others to float32 first.
     """
     if isinstance(format, Rounded):
         return (2 * element_bytes, element_bytes) if format.bits == 8 else (4 + 4 * element_bytes, 1 + element_bytes)
