@@ -12,7 +12,7 @@ from pipedec.formats.base import Shape
 
 # What torch's operations on a GPU read and write per weight while codes are unpacked, counted as they run.
 _HALVES, _ZEROS, _TABLE = 5, 8, 4  # codes of 4 bits, zero points, and places in a table
-_BLOCKS = {"Q8_0": 0, "Q4_0": 9, "Q4_1": 15, "Q4_K": 16, "Q5_0": 15, "Q5_1": 21, "Q5_K": 22, "Q6_K": 16}
+_BLOCKS = {"Q8_0": 0, "Q4_0": 5, "Q4_1": 11, "Q4_K": 12, "Q5_0": 11, "Q5_1": 17, "Q5_K": 18, "Q6_K": 12}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _widening(format: Format, element_bytes: int) -> tuple[int, int]:
     if isinstance(format, Rounded):
         return (2 * element_bytes, element_bytes) if format.bits == 8 else (4 + 4 * element_bytes, 1 + element_bytes)
     written_and_scaled, converted = 4 + 8, 4 + element_bytes if element_bytes < 4 else 0
-    return _unpacking(format) + written_and_scaled + converted + element_bytes, 7
+    return _unpacking(format) + written_and_scaled + converted + element_bytes, 8
 
 
 def _unpacking(format: Format) -> int:
