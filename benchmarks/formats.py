@@ -1,7 +1,7 @@
 """``python -m benchmarks.formats``: forwards of one model whose weights are stored in different formats, in one process.
 
-Each format is kept as stored and widened, in float32 and bfloat16; dense float32 and llama.cpp with the model's GGUF file are
-beside them. The contenders take turns, and nothing is emulated. The files of the safetensors formats are written by the tests'
+Each format is kept as stored and widened, in float32 and bfloat16, beside the dense model in float32; llama.cpp computes with the
+model's GGUF file. Contenders take turns, and nothing is emulated. The files of the safetensors formats are written by the tests'
 writers, so ``tests`` must be on PYTHONPATH.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +66,9 @@ class _Contender:
         self._slots = -(-(config.past + max(config.rows)) // _BLOCK) * _BLOCK
         self._pool = stage.make_pool(self._slots, _BLOCK)
 
+    def median_ms(self, rows: int) -> float:
+        return statistics.median(self.times_ms[rows])
+
     def step(self, rows: int) -> None:
         """One forward with the head, whose time counts."""
         positions_R = torch.arange(self._past, self._past + rows)
@@ -77,50 +80,65 @@ class _Contender:
 
 
 def measure_formats(config: FormatsConfig, folder: Path, status: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """One row per contender; ``folder`` takes the checkpoints. Raises UserError if the model cannot be read."""
+    """Rows of the dense model, then those of each format, beside which the dense model is timed again: the ratios are over that.
+    ``folder`` takes the checkpoints. Raises UserError if the model cannot be read.
+    """
     torch.set_num_threads(config.threads)
-    contenders: list[_Contender] = []
-
-    def load(format: str, directory: str | Path, dtype: str, kept: str) -> None:
-        status(f"loading {format}, {kept} in {dtype}")
-        found, device = model_config(directory), torch.device("cpu")
-        widens, _ = widened_weights(found, dtype, device, {"stored": "never", "widened": "always"}.get(kept, "auto"))
-        stage = StageModel.load(directory, range(found.num_hidden_layers), DTYPES[dtype], device, found, widens=widens)
-        contenders.append(_Contender(format, dtype, kept, stage, config))
-
     write_dense_checkpoint(config.model, folder / DENSE)
-    load(DENSE, folder / DENSE, "float32", "stored")
-    sources: list[tuple[str, str | Path]] = [(OWN, config.model)] if model_config(config.model).formats is not ALL_PLAIN else []
-    for name in config.formats:
-        status(f"writing {name}")
-        write_quantized_checkpoint(folder / DENSE, folder / name, name)
-        sources.append((name, folder / name))
-    load(DENSE, folder / DENSE, "bfloat16", "stored")
-    for name, directory in sources:
-        for dtype in ("float32", "bfloat16"):
-            for kept in ("stored", "widened", "auto"):
-                load(name, directory, dtype, kept)
-    for turn in range(config.repeats):
-        status(f"step {turn + 1} of {config.repeats}")
-        for contender in contenders:
-            for rows in config.rows:
-                contender.step(rows)
+    dense = [_loaded(config, DENSE, folder / DENSE, dtype, "stored") for dtype in ("float32", "bfloat16")]
     common = header("formats", {**asdict(config), "device": "cpu"})
-    found = [
+    rows = _measured(config, common, dense, dense[0])
+    names = ([OWN] if model_config(config.model).formats is not ALL_PLAIN else []) + list(config.formats)
+    for name in names:
+        status(f"writing and loading {name}")
+        directory = Path(config.model) if name == OWN else folder / name
+        if name != OWN:
+            write_quantized_checkpoint(folder / DENSE, directory, name)
+        kinds = [(dtype, kept) for dtype in ("float32", "bfloat16") for kept in ("stored", "widened", "auto")]
+        status(f"timing {name}")
+        rows += _measured(config, common, [_loaded(config, name, directory, *kind) for kind in kinds], dense[0])
+    if is_installed() and is_gguf(config.model):
+        status(f"timing {NAME}")
+        rows.append(_llama_cpp_row(config, common, dense[0]))
+    return rows
+
+
+def _loaded(config: FormatsConfig, format: str, directory: Path, dtype: str, kept: str) -> _Contender:
+    found, device = model_config(directory), torch.device("cpu")
+    widens, _ = widened_weights(found, dtype, device, {"stored": "never", "widened": "always"}.get(kept, "auto"))
+    stage = StageModel.load(directory, range(found.num_hidden_layers), DTYPES[dtype], device, found, widens=widens)
+    return _Contender(format, dtype, kept, stage, config)
+
+
+def _measured(config: FormatsConfig, common: Row, contenders: Sequence[_Contender], dense: _Contender) -> list[Row]:
+    """Rows of contenders that take turns with each other and with ``dense``."""
+    taking_turns = list(dict.fromkeys([dense, *contenders]))
+    for one in taking_turns:
+        one.times_ms = {rows: [] for rows in config.rows}
+    for _ in range(config.repeats):
+        for one in taking_turns:
+            for rows in config.rows:
+                one.step(rows)
+    return [
         {
             **common, "format": one.format, "dtype": one.dtype, "kept": one.kept, "bytes": one.stage.stack.num_bytes,
-            "ms": {str(rows): statistics.median(times) for rows, times in one.times_ms.items()},
+            "ms": {str(rows): one.median_ms(rows) for rows in config.rows},
+            "over_dense": {str(rows): dense.median_ms(rows) / one.median_ms(rows) for rows in config.rows},
         }
         for one in contenders
     ]  # fmt: skip
-    return found + ([_llama_cpp_row(config, common)] if is_installed() and is_gguf(config.model) else [])
 
 
-def _llama_cpp_row(config: FormatsConfig, common: Row) -> Row:
-    """Milliseconds per token of a greedy answer by llama.cpp: the median of repeated answers, the prompt's token excluded."""
+def _llama_cpp_row(config: FormatsConfig, common: Row, dense: _Contender) -> Row:
+    """Milliseconds per token of a greedy answer by llama.cpp, the prompt excluded: the median of answers that take turns with steps
+    of ``dense``.
+    """
     server, prompt = LlamaCpp(Path(config.model), _LLAMA_CPP_TOKENS + config.past), list(range(1, config.past))
     times_ms = []
+    dense.times_ms = {1: []}
     for _ in range(max(config.repeats // 3, 1)):
+        for _ in range(3):
+            dense.step(1)
         times = []
         for tokens in (1, _LLAMA_CPP_TOKENS):
             began = time.perf_counter()
@@ -129,7 +147,9 @@ def _llama_cpp_row(config: FormatsConfig, common: Row) -> Row:
         (first, one), (whole, all_tokens) = times
         if all_tokens > one:
             times_ms.append(1000 * (whole - first) / (all_tokens - one))
-    return {**common, "format": OWN, "dtype": "", "kept": NAME, "bytes": None, "ms": {"1": statistics.median(times_ms)}}
+    ms = statistics.median(times_ms)
+    row = {"format": OWN, "dtype": "", "kept": NAME, "bytes": None, "ms": {"1": ms}, "over_dense": {"1": dense.median_ms(1) / ms}}
+    return {**common, **row}
 
 
 @click.command()
@@ -158,7 +178,7 @@ def _table(rows: list[Row]) -> Table:
         column.no_wrap = True
     for row in rows:
         times = [row["ms"].get(count) for count in counts]
-        ratios = ["" if time is None else f"{dense['ms'][count] / time:.2f}×" for count, time in zip(counts, times, strict=True)]
+        ratios = [f"{row['over_dense'][count]:.2f}×" if count in row["over_dense"] else "" for count in counts]
         size = "" if row["bytes"] is None else f"{row['bytes'] / 1e6:.0f}"
         table.add_row(
             row["format"], row["dtype"], row["kept"], size, *("" if time is None else f"{time:.2f}" for time in times), *ratios
