@@ -130,8 +130,8 @@ def _measured(config: FormatsConfig, common: Row, contenders: Sequence[_Contende
 
 
 def _llama_cpp_row(config: FormatsConfig, common: Row, dense: _Contender) -> Row:
-    """Milliseconds per token of a greedy answer by llama.cpp, the prompt excluded: the median of answers that take turns with steps
-    of ``dense``.
+    """Milliseconds per token of a greedy answer by llama.cpp, without the prompt: the median of answers that take turns with
+    steps of ``dense``.
     """
     server, prompt = LlamaCpp(Path(config.model), _LLAMA_CPP_TOKENS + config.past), list(range(1, config.past))
     times_ms = []
