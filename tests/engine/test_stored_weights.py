@@ -20,7 +20,6 @@ from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.gguf.index import BLOCKS
 from pipedec.methods import METHODS
-from pipedec.plan.dtypes import Arithmetic
 from pipedec.verify.reference import Reference
 
 LAYERS, NUM_TOKENS = 5, 12
@@ -97,25 +96,24 @@ GIGABYTE = 10**9
 
 
 @pytest.mark.parametrize(
-    ("given", "dtype", "device", "has_bfloat16", "memory", "widened", "words"),
+    ("given", "dtype", "device", "capability", "memory", "widened", "words"),
     [
-        ("never", "float32", "cpu", False, GIGABYTE, "", "as stored (as given)"),
-        ("always", "bfloat16", "cuda", False, GIGABYTE, "48", "widened (as given)"),
-        ("auto", "bfloat16", "cuda", True, GIGABYTE, "", "as stored (on a GPU)"),
-        ("auto", "float32", "cpu", True, GIGABYTE, "48", "widened where torch has no kernel (that is faster, and fits"),
-        ("auto", "bfloat16", "cpu", False, GIGABYTE, "8", "widened where torch has no kernel (that is faster, and fits"),
-        ("auto", "bfloat16", "cpu", True, GIGABYTE, "48", "widened (several rows are faster so, and it fits"),
-        ("auto", "float32", "cpu", True, 1000, "", "as stored (widened they take 0.0 GB, more than half of 0.0 GB here)"),
+        ("never", "float32", "cpu", "AVX2", GIGABYTE, "", "as stored (as given)"),
+        ("always", "bfloat16", "cuda", "AVX2", GIGABYTE, "48", "widened (as given)"),
+        ("auto", "bfloat16", "cuda", "AVX2", GIGABYTE, "", "as stored (on a GPU)"),
+        ("auto", "float32", "cpu", "AVX2", GIGABYTE, "48", "widened where torch has no kernel (that is faster, and fits"),
+        ("auto", "bfloat16", "cpu", "AVX2", GIGABYTE, "8", "widened where torch has no kernel (that is faster, and fits"),
+        ("auto", "bfloat16", "cpu", "DEFAULT", GIGABYTE, "48", "widened where torch has no kernel (that is faster, and fits"),
+        ("auto", "float32", "cpu", "AVX2", 1000, "", "as stored (widened they take 0.0 GB, more than half of 0.0 GB here)"),
     ],
 )
 def test_a_processor_widens_what_is_faster_so_and_fits(
-    monkeypatch: pytest.MonkeyPatch, mixed: Path, given: str, dtype: str, device: str, has_bfloat16: bool, memory: int,
+    monkeypatch: pytest.MonkeyPatch, mixed: Path, given: str, dtype: str, device: str, capability: str, memory: int,
     widened: str, words: str,
 ) -> None:  # fmt: skip
     """``widened``: the bits of the matrices that are."""
     monkeypatch.setattr(devices, "usable_memory", lambda: memory)
-    monkeypatch.setattr(devices, "arithmetic_of", lambda _: Arithmetic(is_gpu=False, has_bfloat16=has_bfloat16))
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     config = model_config(mixed)
     widens, choice = devices.widened_weights(config, dtype, torch.device(device), given)
     found = {config.formats.of(f"model.layers.0.mlp.{own}_proj.weight", (64, 64)) for own in ("up", "down")}
