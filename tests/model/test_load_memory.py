@@ -83,7 +83,7 @@ def test_a_gguf_file_is_read_piece_by_piece(tmp_path: Path) -> None:
 GROUPED = ("gptq", "awq", "ct-int4")
 LAYERS = 26  # equal ones
 STAGE = range(1, 25)
-CODE = 16 * 2**20  # of kernels, resident from their first use on
+CODE = 32 * 2**20  # of kernels, resident from their first use on
 READ = 8 * 2**20  # a part of a matrix, of at most 4 Mi weights, while it is read and unpacked, and pages of its file
 MORE = {("Q4_K", "bfloat16"): 10 / 9}  # torch's kernel takes 5 bits instead of 4.5
 
