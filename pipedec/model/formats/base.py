@@ -40,6 +40,7 @@ class QuantizedMatrix(Matrix):
     def __init__(self, format: Format, shape: tuple[int, int], dtype: torch.dtype, held: Held) -> None:
         self.format, self.shape, self.dtype, self.held = format, torch.Size(shape), dtype, dict(held)
         self._kernel: Kernel | None = None
+        self._parts: list[QuantizedMatrix] = []
 
     @classmethod
     @abstractmethod
@@ -66,7 +67,8 @@ class QuantizedMatrix(Matrix):
         if self._kernel is not None:
             product_RN = self._kernel(rows_RK)
         else:
-            parts = [part.product(rows_RK) for part in self.slices(SLICE_VALUES)]
+            self._parts = self._parts or list(self.slices(SLICE_VALUES))  # views, whose making costs as much as a small product
+            parts = [part.product(rows_RK) for part in self._parts]
             product_RN = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product_RN if bias_N is None else product_RN.add_(bias_N)
 
