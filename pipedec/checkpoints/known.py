@@ -30,7 +30,7 @@ class KnownTensors:
         self.names: Collection[str] = tables.keys() if self._files is None else self._files.file_of.keys()
 
     def format_of(self, name: str, shape: Shape, formats: Formats, by_headers: bool = True) -> Format:
-        """How a tensor is stored in a checkpoint of these formats. Raises UserError if its sizes do not suit.
+        """The format of a tensor in a checkpoint of these formats. Raises UserError if its sizes do not suit.
 
         ``by_headers``: whether the types in the headers that are here count, of which hosts may have different ones.
         """

@@ -87,7 +87,7 @@ class TensorFiles:
         return len(self.places) == len(self.file_of)
 
     def format_of(self, formats: Formats, name: str, shape: Shape) -> Format:
-        """How a tensor of the model lies in the checkpoint. Raises UserError if sizes or types of what is there do not suit."""
+        """The format of a tensor of the model in the checkpoint. Raises UserError if the sizes or types do not suit."""
         format, prefix = formats.of(name, shape, self.file_of), name.removesuffix("weight")
         here = [one for one in file_names(name, format, shape) if one in self.places]
         return format.resolved({one.removeprefix(prefix): self.places[one].dtype for one in here})

@@ -93,8 +93,8 @@ def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
 
 
 def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
-    """How the weights of a checkpoint are stored: by the index of its GGUF file, if it has one, by its ``config.json``, or, in
-    old ones, by a file beside it. Raises UserError for what is not supported.
+    """The formats of a checkpoint's weights: by the index of its GGUF file, if it has one, by its ``config.json``, or, in old
+    ones, by a file beside it. Raises UserError for what is not supported.
     """
     if (index := TensorIndex.found(directory)) is not None:
         return indexed_formats(index)

@@ -48,7 +48,7 @@ def _matrix(values: Mapping[str, Any], packing: str) -> Format:
 
 
 def _blocks(quantization: Mapping[str, Any]) -> tuple[str, ...]:
-    """How the names of quantized modules begin; empty for any."""
+    """The beginnings of the names of quantized modules; empty for any."""
     found = quantization.get("block_name_to_quantize") or quantization.get("to_quant_block_names") or []
     text = {"block_name_to_quantize": found.split(",") if isinstance(found, str) else found}
     return tuple(f"{one.strip()}." for one in names(text, "block_name_to_quantize"))

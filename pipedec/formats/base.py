@@ -1,4 +1,4 @@
-"""How a tensor of a model lies in a checkpoint: as it is, or as quantized numbers with scales.
+"""The storage of a model's tensors in a checkpoint: as they are, or as quantized numbers with scales.
 
 A format is plain data: it names the tensors in the file and their shapes, and says how numbers are packed. ``model.formats``
 reads them and computes with them. Knows no torch.
@@ -61,7 +61,7 @@ class FileTensor:
 
 
 class Format(ABC):
-    """How a matrix [N, K] lies in a file. Matrices of equal formats may be fused.
+    """The storage of a matrix [N, K] in a file. Matrices of equal formats may be fused.
 
     Attributes:
         title: as users know it.
@@ -141,7 +141,7 @@ class Formats(ABC):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """How they are computed with, where that is not as users may expect, in whole sentences."""
+        """Whole sentences for users about computing with them, where that may surprise."""
         return ()
 
     @abstractmethod

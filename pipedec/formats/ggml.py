@@ -74,6 +74,6 @@ class GgufFormats(Formats):
 
 
 def indexed_formats(index: TensorIndex) -> Formats:
-    """How the tensors of a GGUF file lie in it."""
+    """The formats of a GGUF file's tensors."""
     types = {name: place.type for name, place in index.tensors.items() if place.type in BLOCKS}
     return GgufFormats(types) if types else ALL_PLAIN

@@ -9,7 +9,7 @@ DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a model's weights, activations and caches are kept in memory.
+    """The number formats of a model's weights, activations and caches in memory.
 
     Attributes:
         dtype: of activations, caches, and weights that are not quantized.

@@ -44,7 +44,7 @@ class Checkpoint:
         return self._files.file_of.keys()
 
     def format_of(self, config: ModelConfig, name: str, shape: Shape) -> Format:
-        """How a tensor of the model lies in the checkpoint. Raises UserError if the sizes or types do not suit."""
+        """The format of a tensor of the model in the checkpoint. Raises UserError if the sizes or types do not suit."""
         return self._files.format_of(config.formats, name, shape)
 
     def check_complete(self, config: ModelConfig, is_part: bool = False) -> None:

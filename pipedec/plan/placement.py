@@ -292,7 +292,7 @@ def _best_ends(costs: NDArray[Any], joined: Callable[[Any, Any], Any]) -> tuple[
 
 
 def _most_layers(fits: NDArray[Any]) -> int:
-    """How many layers, from the first on, the stages hold at the most."""
+    """The most layers, from the first on, that the stages hold."""
     import numpy as np
 
     reached = np.arange(fits.shape[1]) == 0

@@ -193,11 +193,6 @@ class GgmlMatrix(QuantizedMatrix):
         return scales.flatten(1), zeros.flatten(1)
 
 
-def empty_ggml(format: Ggml, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> GgmlMatrix:
-    """A matrix without values. Raises UserError if its rows are not whole blocks."""
-    return GgmlMatrix.empty(format, outputs, inputs, dtype, device)
-
-
 def _length(part: slice) -> int:
     return int(part.stop) - int(part.start or 0)
 

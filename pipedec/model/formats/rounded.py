@@ -5,6 +5,7 @@ Shape legend: R rows in this step, N outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Self
 
@@ -36,9 +37,9 @@ class RoundedMatrix(QuantizedMatrix):
             part.held["scales"].copy_(scales)
             first += len(part)
 
+    @abstractmethod
     def rounded(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Values and scales of float32 weights of this shape."""
-        raise NotImplementedError
 
     @property
     def scales(self) -> Tensor:
