@@ -96,6 +96,10 @@ class NewRequest(Record, frozen=True):
         cached: how many of the tokens that enter first, from the first one on, are in these slots already; never all of them.
         copied: the last ``copied[1]`` of the ``cached`` tokens are in the pool from slot ``copied[0]`` on; each stage copies them
             to the request's own slots when it opens the request. The slots before are shared with other requests.
+        snapshot: where the states of recurrent layers after the ``cached`` tokens are; None if there are no such layers, or no
+            cached tokens.
+        snapshots: those to keep for others: (number of the tokens that enter first, where the states after them are kept).
+            Chunks end there.
     """
 
     prompt_length: Int64
@@ -107,6 +111,8 @@ class NewRequest(Record, frozen=True):
     slots: SlotRuns = ()
     cached: Int64 = 0
     copied: tuple[Int64, Int64] = (0, 0)
+    snapshot: Int64 | None = None
+    snapshots: tuple[tuple[Int64, Int64], ...] = ()
 
 
 TokenLogprobs = tuple[tuple[tuple[Int64, float], ...], ...]  # by token: (token id, log-probability), the chosen one first

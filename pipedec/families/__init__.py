@@ -16,11 +16,11 @@ from pipedec.families.registry import (
     model_by_name,
     model_config,
 )
-from pipedec.families.shapes import KVShape, LayerShape, Reach, Shape
+from pipedec.families.shapes import KVShape, Layer, LayerShape, Reach, RecurrentShape, Shape, StateCounts
 from pipedec.families.transformers import TransformersConfig
 
 __all__ = [
-    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "LayerShape", "Linear",
-    "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "Shape", "TransformersConfig", "checkpoint_dtype", "context_length",
-    "is_known", "json_object", "model_by_name", "model_config",
+    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "Layer", "LayerShape",
+    "Linear", "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "RecurrentShape", "Shape", "StateCounts",
+    "TransformersConfig", "checkpoint_dtype", "context_length", "is_known", "json_object", "model_by_name", "model_config",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from pipedec.families.parts import Decoder, RMSNorm
-from pipedec.families.shapes import LayerShape, Shape
+from pipedec.families.shapes import Layer, LayerShape, RecurrentShape, Shape
 from pipedec.formats import ALL_PLAIN, Formats
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -56,8 +56,17 @@ class ModelConfig(ABC):
 
     @property
     @abstractmethod
-    def layers(self) -> tuple[LayerShape, ...]:
-        """The attention of each layer."""
+    def layers(self) -> tuple[Layer, ...]:
+        """The attention, or the recurrence, of each layer."""
+
+    @property
+    def attention_layers(self) -> tuple[LayerShape, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, LayerShape))
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps a state of the past."""
+        return any(isinstance(layer, RecurrentShape) for layer in self.layers)
 
     @property
     @abstractmethod

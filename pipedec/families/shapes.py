@@ -1,4 +1,4 @@
-"""A layer as caches, masks and plans know it: what it keeps of a token, and which tokens a row sees.
+"""A layer as caches, masks and plans know it: what it keeps of a token, and which tokens a row sees, or what it keeps of the past.
 
 Knows no torch: the functions of positions take numbers, arrays or tensors.
 """
@@ -74,3 +74,57 @@ class LayerShape:
         if self.latents is not None:
             return KVShape(1, *self.latents)
         return KVShape(self.num_kv_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """A layer that keeps a *state* of the past, for each head a matrix, and of each row in flight a *stash*: what the row will add
+    to the state when it is committed.
+
+    Attributes:
+        num_heads, num_key_heads: of states and values; of queries and keys. Each of these serves consecutive heads.
+        key_dim, value_dim: the widths of a query or key, and of a value.
+        num_decays: logarithms of decays for each head and token: 1, or one for each of ``key_dim`` (Kimi Delta Attention).
+        channels: of the short convolution before queries, keys and values.
+        kernel: tokens that the convolution sees, with its own.
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    num_decays: int
+    channels: int
+    kernel: int
+
+    @property
+    def cached(self) -> KVShape:
+        """No token takes memory."""
+        return KVShape(0, 0, 0)
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Memory of the past of a request: states in float32, and the last inputs of the convolution as activations are kept."""
+        return 4 * self.num_heads * self.key_dim * self.value_dim + self.channels * (self.kernel - 1) * element_bytes
+
+    def stash_bytes(self, element_bytes: int) -> int:
+        """Memory of a row in flight: key, update and decays in float32, and the input of the convolution."""
+        numbers = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + self.num_decays)
+        return 4 * numbers + self.channels * element_bytes
+
+
+Layer = LayerShape | RecurrentShape
+
+
+@dataclass(frozen=True)
+class StateCounts:
+    """What the pools of recurrent layers hold, on every stage the same.
+
+    Attributes:
+        states: requests with a lane, and further decode threads of their answers.
+        rows: rows of trees in flight, of all requests.
+        snapshots: states after prefixes of prompts, which other requests may adopt.
+    """
+
+    states: int
+    rows: int
+    snapshots: int = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.families.base import ModelConfig, rope_sets
-from pipedec.families.shapes import LayerShape, Reach, Shape
+from pipedec.families.shapes import Layer, LayerShape, Reach, RecurrentShape, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ class TransformersConfig(ModelConfig):
         names: of its parts.
         shapes: of all tensors, by their names in a checkpoint.
         places: of each of them, where it is in the model.
-        observed: the attention of each layer.
+        observed: the attention, or the recurrence, of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         stated_ropes: see ``ropes``.
         unused: patterns of transformers, see ``unused_tensors``.
@@ -81,14 +81,14 @@ class TransformersConfig(ModelConfig):
     names: ModuleNames
     shapes: dict[str, Shape] = field(repr=False, hash=False)
     places: dict[str, Place] = field(repr=False, hash=False)
-    observed: tuple[LayerShape, ...]
+    observed: tuple[Layer, ...]
     returns_tuple: bool
     stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
     unused: tuple[str, ...] = field(repr=False)
     fused: tuple[tuple[str, ...], ...]
 
     @property
-    def layers(self) -> tuple[LayerShape, ...]:
+    def layers(self) -> tuple[Layer, ...]:
         return self.observed
 
     @property
