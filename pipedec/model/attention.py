@@ -9,7 +9,7 @@ K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch.nn import functional
 from pipedec.device import HOST, to_device
 from pipedec.families import LayerShape, Reach
 from pipedec.model.cache import KVCache, KVPool, Reader
+from pipedec.model.recurrent import Recurrence
 from pipedec.tree import Visibility
 
 
@@ -36,6 +37,7 @@ class LaneRows:
         num_masks: number of mask rows, which are the last of the rows. Those after a chunk of the prompt attend to all of it and
             to each other causally, and are added to no level.
         num_tokens: number of the other rows.
+        threads: the decode thread of each row; None if the answer has one.
 
     Raises:
         ValueError: there are no rows, the mask is not [rows, slots], or a chunk of the prompt follows tree rows.
@@ -46,6 +48,7 @@ class LaneRows:
     visibility: Visibility | None = None
     prefill_length: int | None = None
     num_masks: int = 0
+    threads: Sequence[int] | None = None
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
 
@@ -96,7 +99,7 @@ class LaneRows:
     def append(self) -> None:
         """Add the rows, whose keys and values have been written, to a level of the cache."""
         is_chunk = self.visibility is None
-        self.cache.append(self.num_tokens if is_chunk else self.num_rows, to_past=is_chunk)
+        self.cache.append(self.num_tokens if is_chunk else self.num_rows, to_past=is_chunk, threads=self.threads)
 
     def visibility_of_tokens(self) -> Visibility:
         """The mask of the ordinary rows."""
@@ -134,14 +137,14 @@ Mask = tuple[Reach | None, int]  # on which the mask of a tree's folded queries 
 class LayersShape:
     """Shape and type of a stage's layers, as far as attention depends on them."""
 
-    layers: tuple[LayerShape, ...]
+    layers: Mapping[int, LayerShape]  # those with attention, by their number in the stage
     hidden_size: int  # E
     dtype: torch.dtype  # that of activations, keys and values
 
     @property
     def masks(self) -> list[Mask]:
         """All that differ."""
-        return list(dict.fromkeys(mask_of(layer) for layer in self.layers))
+        return list(dict.fromkeys(mask_of(layer) for layer in self.layers.values()))
 
 
 def mask_of(layer: LayerShape) -> Mask:
@@ -237,6 +240,7 @@ class Rows:
     slots: slice | Tensor  # where their keys and values go in the pool: int64 [R], or a slice if they are consecutive
     pool: KVPool
     attention: RowAttention
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True)
