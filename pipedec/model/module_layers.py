@@ -28,6 +28,7 @@ from pipedec.families import Shape
 from pipedec.families.base import rope_type
 from pipedec.families.transformers import (
     ATTENTION,
+    Place,
     TransformersConfig,
     is_recurrent,
     module_cache,
@@ -167,14 +168,15 @@ class ModuleLayers(StageLayers):
                 self._fuse(path, checkpoint)
                 module = self._module(path)
             if isinstance(module, _Product):
-                whole = module.matrix.targets(module.index)[own]
-                targets[name] = whole if place.rows is None else whole[slice(*place.rows)]
+                targets[name] = _rows_of(module.matrix.targets(module.index)[own], place)
             elif module is self._embed and len(shape) == 2:
                 targets[name] = self._embedding_VE = self.table(checkpoint, tensors)
             else:
-                targets[name] = tensor = self.storage.empty(*shape)
-                is_buffer = own in dict(module.named_buffers(recurse=False))
-                setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+                if place.rows is None or getattr(module, own).is_meta:
+                    tensor = self.storage.empty(*getattr(module, own).shape)
+                    is_buffer = own in dict(module.named_buffers(recurse=False))
+                    setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+                targets[name] = _rows_of(getattr(module, own).data, place)
         return targets
 
     def _fuse(self, path: str, checkpoint: Checkpoint) -> None:
@@ -259,6 +261,10 @@ class _Matrix:
         """Where the tensors of one of the linear maps are read to: ``weight`` and ``bias``."""
         weight = self.weight.split(self._sizes)[index]
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": self.bias.split(self._sizes)[index]}
+
+
+def _rows_of(whole: Target, place: Place) -> Target:
+    return whole if place.rows is None else whole[slice(*place.rows)]
 
 
 class _Product(nn.Module):
@@ -352,11 +358,11 @@ def _compute_norm_at_once(module: Any) -> None:
 
 
 def _convolve(
-    layer: int, inputs_1CR: Tensor, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None, **_: Any
+    layer: int, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
 ) -> Tensor:
-    """The short convolution of a module with a recurrent state: [1, C, R]."""
+    """The short convolution of a module with a recurrent state: [1, C, R] of inputs [1, C, R] and weights [C, W]."""
     recurrence = cast(Recurrence, _forward.get().rows.recurrence)
-    out_RC = recurrence.convolve(layer, inputs_1CR[0].t(), weight_CW, bias_C)
+    out_RC = recurrence.convolve(layer, hidden_states[0].t(), weight, bias)
     return (out_RC if activation is None else ACT2FN[activation](out_RC)).t()[None]
 
 
