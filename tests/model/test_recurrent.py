@@ -1,9 +1,9 @@
-"""The gated delta rule over prediction trees is the plain recurrence along each row's path, and a convolution sees its path alone."""
+"""The gated delta rule over prediction trees is the plain recurrence along each row's path; a convolution sees its path alone."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -54,6 +54,9 @@ class Token:
     states: list[Tensor] = field(default_factory=list)
     inputs: list[Tensor] = field(default_factory=list)
     out: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+Enter = Callable[[tuple[int, int, int], Token], None]  # a row's token id, parent and thread, and what is before it
 
 
 def next_token(before: Token | None, generator: torch.Generator) -> Token:
@@ -149,7 +152,7 @@ class Grown:
         self.rows += tokens
         return self.lane.enter(Step(ids, parents, threads=threads if self.sequence.can_fork else None)), tokens
 
-    def _enter_root(self, number: int, token: int, enter, tokens: list[Token]) -> None:  # noqa: ANN001
+    def _enter_root(self, number: int, token: int, enter: Enter, tokens: list[Token]) -> None:
         """Let the last token of a thread enter, unless the token before it has not."""
         thread = self.sequence.threads[number]
         context = self.sequence.sees(number, thread.num_tokens - 1)
@@ -163,10 +166,10 @@ class Grown:
     def judge(self) -> None:
         """Accept tokens of some threads, along rows and one further."""
         parts = []
-        for number in list(self.lane.forest.trees):
-            if self.sequence.threads[number].state is State.RUNNING and self.lane.forest.trees[number].num_rows:
-                if self._rng.random() < 0.5 and (path := self._path(number)):
-                    parts.append(Accepted(number, path))
+        for number, tree in self.lane.forest.trees.items():
+            is_running = self.sequence.threads[number].state is State.RUNNING and tree.num_rows
+            if is_running and self._rng.random() < 0.5 and (path := self._path(number)):
+                parts.append(Accepted(number, path))
         if parts:
             self._accept(parts)
 
