@@ -1,8 +1,8 @@
 """Compares a pipeline's answer with the one that the target generates in ``transformers``, token by token.
 
 The reference for answers in decode threads is a separate forward pass for every token, over exactly the tokens it sees: no cache,
-no tree and no pipeline, only an explicit mask and positions. Recurrent layers take no such mask; with them a token sees a chain, and
-a causal mask is the same.
+no tree and no pipeline, only an explicit mask and positions. Recurrent layers take no such mask; with them a token sees a chain,
+for which a causal mask is the same.
 
 Shapes: T tokens that a row sees (the prompt and the row's own token included), V vocabulary.
 """
@@ -127,9 +127,9 @@ def naive_threads(
 ) -> None:
     """Decode the target's answer with all the threads that it opens, one token of one thread at a time.
 
-    A model with recurrent layers gets the tokens that a thread sees as a plain text: those of its parent up to where it was opened,
-    and its own. Each of them sees all before it there, so a causal mask is the same as the explicit one. This holds for dialects
-    without joins.
+    A model with recurrent layers gets the tokens that a thread sees as a plain text: those of its parent up to where it was
+    opened, and its own. Each of them sees all before it there, so a causal mask is the same as the explicit one. This holds for
+    dialects without joins.
 
     Args:
         model: in evaluation mode. A sliding window, if it has one, is not applied.

@@ -95,7 +95,7 @@ class Grown:
         self._left = length  # of the prompt
         self._last: dict[int, int] = {}  # by thread: tokens of ended threads that have yet to enter
         new_sequence = partial(sequence_of, DIALECT, length, tokens) if can_fork else partial(Sequence, length, (END,), tokens)
-        self.cache = KVCache(pool, [(0, pool.slots)])
+        self.cache = KVCache(pool, ((0, pool.slots),))
         self.lane = Lane(NewRequest(length, SamplingParams()), new_sequence, self.cache, "cpu")
         self.rows: list[Token] = []
         self.accepted: dict[tuple[int, int], Token] = {}
@@ -263,12 +263,12 @@ def test_a_prompt_in_any_chunks_is_one_chunk(seed: int) -> None:
         tokens.append(next_token(tokens[-1] if tokens else None, generator))
     for most in (1, 20, 150):
         pool, first = new_pool(), 0
-        cache = KVCache(pool, [(0, pool.slots)])
+        cache = KVCache(pool, ((0, pool.slots),))
         while first < len(tokens):
             part = tokens[first : first + rng.randint(1, most)]
             forward([(LaneRows(torch.arange(first, first + len(part)), cache), part)])
             first += len(part)
-        assert cache.states is not None
+        assert cache.states is not None and pool.states is not None
         for layer, expected in enumerate(tokens[-1].states):
             found = pool.states.layer(layer).states[cache.states.of_thread(0)]
             torch.testing.assert_close(found.double(), expected, atol=TOLERANCE, rtol=TOLERANCE)
