@@ -175,10 +175,13 @@ class _TreeRows:
         assert lane.visibility is not None
         stashes, device = states.enter(lane.num_rows), lane.positions.device
         seen_RN = lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :]
-        of_threads = None if lane.threads is None else [states.of_thread(thread) for thread in lane.threads]
-        if of_threads is not None and (hidden := states.hidden_from(lane.threads)) is not None:
-            seen_RN = seen_RN & ~to_device(hidden, device)
-        places: Tensor | int = states.of_thread(0) if of_threads is None else to_device(torch.tensor(of_threads), device)
+        places: Tensor | int
+        if lane.threads is None:
+            places = states.of_thread(0)
+        else:
+            places = to_device(torch.tensor([states.of_thread(thread) for thread in lane.threads]), device)
+            if (hidden := states.hidden_from(lane.threads)) is not None:
+                seen_RN = seen_RN & ~to_device(hidden, device)
         return cls(rows, seen_RN, to_device(torch.tensor(stashes), device), places)
 
     def convolve(self, layer: LayerStates, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:

@@ -125,6 +125,22 @@ def test_the_answers_in_threads_cover_the_interesting_cases(models: Models) -> N
     assert len({thread.num_tokens for thread in answers["usual"].threads}) > 2
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_in_threads_are_the_same_in_company(models: Models, family: str) -> None:
+    """One comes late, one is cancelled, and the stages lose everything once."""
+    pipeline = models.threaded_pipeline(family, 3)
+    dialects = ["usual", "short children", "twice in a row", "usual"]
+    requests = [
+        replace(models.threaded_request(DIALECTS[dialect], "greedy", method), number=number)
+        for number, (dialect, method) in enumerate(zip(dialects, ("pp", "pipedec", DEFAULT_METHOD, "pp"), strict=True))
+    ]
+    list(pipeline.run_all({1: requests[:2], 5: requests[2:]}, {21: [3]}, losses={13}))
+    assert pipeline.answers.pop(3).finished == "cancelled"
+    for number, answer in pipeline.answers.items():
+        assert written(answer.sequence) == written(models.known_answer(family, dialects[number], "greedy"))
+    check_all_is_free(pipeline)
+
+
 def test_a_dialect_with_joins_is_refused(models: Models) -> None:
     pipeline = models.threaded_pipeline("qwen3_5_text", 3)
     with pytest.raises(UserError, match=r"^dialect pasta joins threads, [^\n]*: use a dialect without joins, such as apar$"):
