@@ -125,6 +125,7 @@ def test_the_answers_in_threads_cover_the_interesting_cases(models: Models) -> N
     assert len({thread.num_tokens for thread in answers["usual"].threads}) > 2
 
 
+@pytest.mark.fast_cases("qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_in_threads_are_the_same_in_company(models: Models, family: str) -> None:
     """One comes late, one is cancelled, and the stages lose everything once."""
@@ -179,6 +180,7 @@ def said(answer: LocalAnswer) -> list[int]:
     return [token.token_id for token in answer.sequence.document()]
 
 
+@pytest.mark.fast_cases("kimi_linear")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_in_company_are_those_alone(models: Models, family: str) -> None:
     """Some arrive late, one is resumed, one is cancelled, and the stages lose everything once."""
@@ -201,6 +203,7 @@ def test_an_answer_is_resumed(models: Models, tokens: int) -> None:
     check_all_is_free(pipeline)
 
 
+@pytest.mark.fast_cases("qwen3_5_text")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_paused_answer_goes_on(models: Models, family: str) -> None:
     """There is room for what all of them reserve, but not for their answers; a more urgent one comes later."""
@@ -247,6 +250,7 @@ def test_a_forward_that_fails_for_one_request_leaves_the_states_of_others(
 # Drafts
 
 
+@pytest.mark.fast_cases("dense-qwen3_5_text", "qwen3_5_text-qwen3_5_text")
 @pytest.mark.parametrize(("target", "draft"), [("dense", FAMILIES[0]), (FAMILIES[1], FAMILIES[0]), (FAMILIES[0], FAMILIES[0])])
 def test_a_draft_with_recurrent_layers(models: Models, target: str, draft: str) -> None:
     pipeline = models.pipeline(target, 3, draft=draft)
