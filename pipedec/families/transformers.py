@@ -219,7 +219,6 @@ def _check_kind(name: str, stated: Any) -> None:
 
     if type(stated) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(name, "is not a causal language model of transformers")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)]
     kinds = sorted({str(kind) for kind in getattr(stated, "layer_types", None) or ()} - {*_KINDS})
     if kinds:
         raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(kinds)})")

@@ -20,7 +20,6 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.families import Reach
 from pipedec.model.attention import (
-    LaneRows,
     LayersShape,
     Mask,
     Rectangles,
@@ -32,6 +31,7 @@ from pipedec.model.attention import (
     mask_of,
 )
 from pipedec.model.cache import KVPool
+from pipedec.model.rows import LaneRows
 from pipedec.tree import Visibility
 
 FEWEST_SLOTS = 128  # that a request in a bucket has

@@ -23,17 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pipedec.device import to_device
+from pipedec.model.rows import LaneRows
 from pipedec.model.states import LaneStates, LayerStates, StatePool, committed_state
-
-if TYPE_CHECKING:
-    from pipedec.model.attention import LaneRows
 
 CHUNK_ROWS = 64  # of a prompt that are computed at once
 _MOST_WEIGHTS = 1 << 24  # numbers that products with a decay for each number of a key compute at once
@@ -174,11 +172,13 @@ class _TreeRows:
         assert lane.visibility is not None
         stashes, device = states.enter(lane.num_rows), lane.positions.device
         seen_RN = lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :]
-        of_threads = None if lane.threads is None else [states.of_thread(thread) for thread in lane.threads]
-        if of_threads is not None and (hidden := states.hidden_from(lane.threads)) is not None:
-            seen_RN = seen_RN & ~to_device(hidden, device)
-        places: Tensor | int = states.of_thread(0) if of_threads is None else to_device(torch.tensor(of_threads), device)
-        return cls(rows, seen_RN, to_device(torch.tensor(stashes), device), places)
+        indices = to_device(torch.tensor(stashes), device)
+        if lane.threads is None:
+            return cls(rows, seen_RN, indices, states.of_thread(0))
+        if (hidden_RN := states.hidden_from(lane.threads)) is not None:
+            seen_RN = seen_RN & ~to_device(hidden_RN, device)
+        of_threads = torch.tensor([states.of_thread(thread) for thread in lane.threads])
+        return cls(rows, seen_RN, indices, to_device(of_threads, device))
 
     def convolve(self, layer: LayerStates, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         layer.inputs[self.stashes[-len(inputs_RC) :]] = inputs_RC

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS
 from pipedec.families import DecoderConfig, ModelConfig, StateCounts, TransformersConfig, model_config
-from pipedec.model.attention import LaneAttention, LaneRows, RowAttention, Rows, slots_of
+from pipedec.model.attention import LaneAttention, RowAttention, Rows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
@@ -25,6 +25,7 @@ from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
 from pipedec.model.recurrent import Recurrence
+from pipedec.model.rows import LaneRows, slots_of
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.states import StatePool
 from pipedec.model.weights import Checkpoint

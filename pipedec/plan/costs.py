@@ -117,7 +117,9 @@ class ModelCosts:
     @cached_property
     def _activation_bytes(self) -> int:
         """With the keys and values that a layer computes from latents, of all slots."""
-        expanded = max(layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.attention_layers)
+        expanded = max(
+            layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.attention_layers
+        )
         values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size + self._slots * expanded
         return values * self.weights.element_bytes
 
