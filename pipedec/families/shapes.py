@@ -128,3 +128,8 @@ class StateCounts:
     states: int
     rows: int
     snapshots: int = 0
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """States and stashes in memory: with a state and two stashes for the padding of captured forwards."""
+        return self.states + self.snapshots + 1, self.rows + 2

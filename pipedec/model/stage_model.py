@@ -24,7 +24,7 @@ from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
-from pipedec.model.recurrent import Recurrence
+from pipedec.model.recurrent import LaneRecurrence
 from pipedec.model.rows import LaneRows, slots_of
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.states import StatePool
@@ -136,7 +136,7 @@ class StageModel:
         pool, shape = lanes[0].cache.pool, self.stack.shape
         positions, lengths = torch.cat([lane.positions for lane in lanes]), torch.cat([lane.lengths() for lane in lanes])
         bucket = None
-        if self.capture is not None and self.stack.can_capture and pool.states is None:
+        if self.capture is not None and self.stack.can_capture:
             if self._graphs is None or self._graphs.pool is not pool:  # graphs contain the addresses of their pool
                 self._graphs = CapturedGraphs(shape, pool, self.capture)
             self._graphs.turn = self.capture_turn
@@ -146,7 +146,7 @@ class StageModel:
         else:
             flash = self.flash
             attention: RowAttention = LaneAttention(lanes, shape) if flash is None else FlashLaneAttention(lanes, shape, flash)
-            recurrence = None if pool.states is None else Recurrence(lanes)
+            recurrence = None if pool.states is None else LaneRecurrence(lanes)
             hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention, recurrence))
         for lane in lanes:
             lane.append()
