@@ -42,7 +42,7 @@ class Books(RuleBasedStateMachine):
         block=st.sampled_from((1, 2, 4)),
         num_blocks=st.integers(1, 24),
         shares=st.sampled_from((True, True, False)),
-        snapshots=st.sampled_from((None, None, 0, 1, 2, 3, 5, 20)),
+        snapshots=st.sampled_from((3, None, 1, None, 2, 5, 0, 20)),
     )
     def begin(self, block: int, num_blocks: int, shares: bool, snapshots: int | None) -> None:
         self.kv = KVManager(block * num_blocks + block - 1, block, shares, snapshots)
@@ -53,25 +53,32 @@ class Books(RuleBasedStateMachine):
         self.ended: list[list[int]] = []
         self.number = 0
 
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=9), room=st.integers(0, 9))
-    def open(self, data: st.DataObject, more: list[int], room: int) -> None:
+    @rule(
+        data=st.data(),
+        more=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        room=st.integers(0, 9),
+        at_once=st.booleans(),
+    )
+    def open(self, data: st.DataObject, more: list[int], room: int, at_once: bool) -> None:
         known = [[], *self.ended, *(one.text for one in self.running.values())]
-        before = data.draw(st.sampled_from(known))
-        text = [*before[: data.draw(st.integers(0, len(before)))], *more]
+        before = data.draw(st.sampled_from(known[::-1]))
+        text = [*before[: len(before) - data.draw(st.integers(0, len(before)))], *more]
         expected, free = self.kv.cached_for(text, len(text) + room), self.kv.free_slots
         lease = self.kv.allocate(self.number, text, len(text) + room)
         if lease is None:
             assert expected is None and -(-(len(text) + room) // self.block) * self.block > free
             return
-        one = self.running[self.number] = Running(text, slots_in(lease.slots), lease.cached)
-        self.number += 1
+        number, self.number = self.number, self.number + 1
+        one = self.running[number] = Running(text, slots_in(lease.slots), lease.cached)
         assert lease.cached == expected and lease.cached < len(text) and len(one.slots) >= len(text) + room
         copied = lease.copied[1]
         for index in range(lease.cached - copied, lease.cached):
             self.memory[one.slots[index]] = self.memory[lease.copied[0] + index - lease.cached + copied]
         self.open_states(one, lease)
         self.check(one)
-        self.compute(one, f"opened {self.number}")
+        self.compute(one, f"opened {number}")
+        if at_once:
+            self.advance(number, len(text))
 
     def open_states(self, one: Running, lease: Lease) -> None:
         """States are copied from a snapshot of the very prefix. No place is promised twice."""
@@ -103,7 +110,11 @@ class Books(RuleBasedStateMachine):
                 del one.text[one.told :]
                 return
             one.slots += slots_in(runs)
-        end = min(one.told + count, len(one.text))
+        self.advance(number, min(one.told + count, len(one.text)))
+
+    def advance(self, number: int, end: int) -> None:
+        """Compute the request's tokens up to ``end``."""
+        one = self.running[number]
         for index in range(one.told, end):
             self.memory[one.slots[index]] = tuple(one.text[: index + 1])
         for tokens, place in [snapshot for snapshot in one.snapshots if snapshot[0] <= end]:
