@@ -327,9 +327,7 @@ class KVManager:
         ValueError: there is not even one block.
     """
 
-    def __init__(
-        self, capacity: int, block: int = 16, shares_prefixes: bool = True, snapshots: int | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, capacity: int, block: int = 16, shares_prefixes: bool = True, snapshots: int | None = None) -> None:
         if block < 1 or capacity < block:
             raise ValueError(f"{capacity} slots are not one block of {block}")
         self.block = block
