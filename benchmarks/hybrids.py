@@ -1,7 +1,7 @@
 """``python -m benchmarks.hybrids``: forwards of a hybrid beside a dense model of as many parameters, in one process.
 
-Three layers with a recurrent state for every one with attention, as Qwen3.5 has them, against attention in all layers. Weights are
-random. Contenders take turns, and nothing is emulated.
+Three layers with a recurrent state for every one with attention, as Qwen3.5 has them, against attention in all layers. Weights
+are random. Contenders take turns, and nothing is emulated.
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ def measure_hybrids(config: HybridsConfig, folder: Path) -> list[Row]:
     inner = 3 * config.hidden_size
     kinds = ["full_attention" if layer % _PERIOD == _PERIOD - 1 else "linear_attention" for layer in range(config.layers)]
     linear = {"linear_num_key_heads": heads, "linear_num_value_heads": 2 * heads, "layer_types": kinds}
-    hybrid = _Contender(
-        "hybrid", AutoConfig.for_model("qwen3_5_text", intermediate_size=inner, **sizes, **linear), folder, config
-    )
+    mixed = AutoConfig.for_model("qwen3_5_text", intermediate_size=inner, **sizes, **linear)
+    hybrid = _Contender("hybrid", mixed, folder, config)
     narrow = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", intermediate_size=inner, **sizes))
     missing = hybrid.parameters - sum(parameter.numel() for parameter in narrow.parameters())
     inner += round(missing / (3 * config.hidden_size * config.layers))
@@ -152,16 +151,16 @@ def hybrids(config: HybridsConfig, out: Out = None) -> None:
 def _table(rows: list[Row]) -> Table:
     config = rows[0]["config"]
     caption = (
-        f"Float32; median of {config['repeats']} steps with {config['in_flight']} rows in flight; contenders take turns. Ratio: "
-        f"over dense, below 1 is faster. {machine_text(rows[0])}."
+        f"Float32; median of {config['repeats']} steps: a prompt of {config['past']} tokens, and rows of a tree beside "
+        f"{config['in_flight']} in flight; contenders take turns. Ratio: over dense, below 1 is faster. {machine_text(rows[0])}."
     )
     steps = list(rows[0]["ms"])
-    named = [f"prompt of {config['past']}" if step == "prompt" else f"rows: {step}" for step in steps]
-    columns = ("model", "M parameters", *(f"{name}, ms" for name in named), *(f"{name}, ratio" for name in named))
+    named = [step if step == "prompt" else f"{step} rows" for step in steps]
+    columns = ("model", "parameters", *(f"{name}, ms" for name in named), *(f"{name}, ratio" for name in named))
     table = titled_table("A hybrid beside a dense model", columns, caption, left=("model",))
     for row in rows:
         times, ratios = (f"{row['ms'][step]:.1f}" for step in steps), (f"{row['over_dense'][step]:.2f}×" for step in steps)
-        table.add_row(row["model"], f"{row['parameters'] / 1e6:.1f}", *times, *ratios)
+        table.add_row(row["model"], f"{row['parameters'] / 1e6:.1f} M", *times, *ratios)
     return table
 
 

@@ -37,6 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_theta": 1000.0, "rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}}),
 }  # fmt: skip
+HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8,
+}  # fmt: skip
 FIRST, MIDDLE, LAST, WHOLE = range(0, 1), range(1, 3), range(3, 4), range(0, 4)
 
 
@@ -46,6 +50,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, changes) in MODELS.items():
         save_tiny(family, folder / name, **changes)
         save_random_bita(folder / f"{name}-bita", folder / name, 2)
+    save_tiny("qwen3_5_text", folder / "hybrid", **HYBRID)
     return folder
 
 
@@ -103,6 +108,20 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
         alone.advance()
         padded.advance()
     assert captured.capture.replays == 6
+
+
+@examples(30)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6))
+def test_padded_forwards_of_recurrent_layers_equal_those_without_padding(directory: Path, seed: int, count: int) -> None:
+    """Rows of trees with others in flight; chunks of prompts are not captured."""
+    plain, captured = (load(directory, "transformers:hybrid") for _ in range(2))
+    captured.capture = capture = Frozen()
+    alone, padded = Requests(plain, seed, count, 16, False), Requests(captured, seed, count, 16, True)
+    for _ in range(8):
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-6, rtol=1e-6)  # decays are in float32
+        alone.advance()
+        padded.advance()
+    assert capture.captures <= capture.replays
 
 
 @pytest.mark.slow
