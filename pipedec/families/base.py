@@ -92,6 +92,13 @@ class ModelConfig(ABC):
         """Whether a tensor of a checkpoint is one of ``unused_tensors``."""
         return any(re.search(pattern, name) for pattern in self.unused_tensors)
 
+    def left_out(self, known: Iterable[str]) -> dict[str, int]:
+        """Parts of a checkpoint's model that are not served, such as towers for images, each with the number of its tensors.
+
+        ``known`` are the checkpoint's tensors.
+        """
+        return {}
+
     @abstractmethod
     def layer_tensors(self, layer: int) -> dict[str, Shape]:
         """Names and shapes of a layer's tensors in a checkpoint."""
