@@ -105,7 +105,7 @@ class TransformersConfig(ModelConfig):
     def unused_tensors(self) -> tuple[str, ...]:
         return (*super().unused_tensors, *self.unused, *(rf"^{re.escape(tower)}(\.|$)" for tower in self.towers))
 
-    def left_out(self, known: Iterable[str]) -> dict[str, int]:
+    def left_out(self, known: Collection[str]) -> dict[str, int]:
         counts = {tower: sum(f"{name}.".startswith(f"{tower}.") for name in known) for tower in self.towers}
         return {tower: count for tower, count in counts.items() if count}
 
@@ -165,7 +165,7 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...], fi
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = model.state_dict()
     observed, returns_tuple, fused = _observe(name, model, names)
-    ends = end_tokens or getattr(stated, "eos_token_id", None) or text.eos_token_id
+    ends = end_tokens or getattr(stated, "eos_token_id", None) or getattr(text, "eos_token_id", None)
     return TransformersConfig(
         model_type=text.model_type,
         hidden_size=text.hidden_size,

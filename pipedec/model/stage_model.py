@@ -8,6 +8,7 @@ heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class StageModel:
@@ -85,6 +88,9 @@ class StageModel:
         """
         checkpoint = Checkpoint(directory)
         stage = cls(config or model_config(directory), layers, dtype, device, quantize, widens)
+        if stage.is_first and (left_out := stage.stack.config.left_out(checkpoint.names)):
+            parts = ", ".join(f"{part} ({count} tensor{'s' * (count > 1)})" for part, count in left_out.items())
+            logger.info("left out of %s: %s", directory, parts)
         stage.stack.read(checkpoint, progress or (lambda *_: None))
         return stage
 
