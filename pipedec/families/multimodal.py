@@ -24,47 +24,36 @@ def auto_class(stated: Any) -> Any:
     return AutoModelForCausalLM if text_config(stated) is stated else AutoModelForMultimodalLM
 
 
-def text_names(model: Any, tensors: Collection[str], known: Collection[str]) -> dict[str, str]:
-    """The names in a checkpoint of tensors of the text model, by their names in the whole model.
+def loaded_names(model: Any, known: Iterable[str]) -> dict[str, str]:
+    """The names that transformers gives to tensors of a checkpoint as it loads them, by those in the checkpoint.
 
-    Checkpoints have names in several fashions: transformers renames them as it loads.
-
-    Args:
-        tensors: of the text model.
-        known: the names in the checkpoint. A matrix may be several tensors there, beside which its weight would be.
+    Checkpoints have names in several fashions. A matrix may be stored as several tensors: the weight that they stand for has a
+    name here too.
     """
-    weights = {f"{name.rpartition('.')[0]}.weight" for name in known}
-    found = {loaded: name for name, loaded in _loaded_names(model, weights | {*known}).items()}
-    return {name: found[name] for name in tensors if name in found}
-
-
-def towers(model: Any, names: Mapping[str, str], known: Collection[str]) -> tuple[str, ...]:
-    """Where tensors of a checkpoint begin that the text model does without: its outermost parts.
-
-    Args:
-        names: of the tensors of the text model in the checkpoint, by their names in the whole model.
-        known: the names in the checkpoint.
-    """
-    shared, stored = _leading_parts(names), _leading_parts(names.values())
-    own = {_outermost(name, shared) for name in model.state_dict() if name not in names}
-    loaded = _loaded_names(model, known)
-    found = {_outermost(name, stored) for name in known if _outermost(loaded[name], shared) in own}
-    return tuple(sorted({*(found or own), HEADS_AHEAD}))
-
-
-def _loaded_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """The names in the model, as transformers loads them, by those in a checkpoint."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     rules, own = get_model_conversion_mapping(model), model.state_dict()
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    found = {}
-    for name in sorted(stored):
+    stored, found = {*known}, {}
+    for name in sorted(stored | {f"{name.rpartition('.')[0]}.weight" for name in stored}):
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         found[name] = name if renamed not in own and name in own else renamed
     return found
+
+
+def towers(model: Any, text: Mapping[str, str], loaded: Mapping[str, str]) -> tuple[str, ...]:
+    """Where tensors of a checkpoint begin that the text model does without: its outermost parts.
+
+    Args:
+        text: the names of the text model's tensors in the checkpoint, by those in the whole model.
+        loaded: see ``loaded_names``.
+    """
+    shared, stored = _leading_parts(text), _leading_parts(text.values())
+    own = {_outermost(name, shared) for name in model.state_dict() if name not in text}
+    found = {_outermost(name, stored) for name, known in loaded.items() if _outermost(known, shared) in own}
+    return tuple(sorted({*(found or own), HEADS_AHEAD}))
 
 
 def _leading_parts(names: Iterable[str]) -> set[str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.families.base import ModelConfig, rope_sets
-from pipedec.families.multimodal import auto_class, text_config, text_names, towers
+from pipedec.families.multimodal import auto_class, loaded_names, text_config, towers
 from pipedec.families.shapes import Layer, LayerShape, Reach, Shape
 from pipedec.formats import TensorFiles, known_files
 
@@ -229,11 +229,10 @@ def _check_kind(name: str, stated: Any) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_MAPPING
 
     text = text_config(stated)
-    if type(stated) not in (MODEL_FOR_CAUSAL_LM_MAPPING if text is stated else MODEL_FOR_MULTIMODAL_LM_MAPPING):
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if text is stated else MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if type(stated) not in mapping:
         raise _refusal(name, "is not a causal language model of transformers")
-    if text is not stated and type(text) not in MODEL_MAPPING:
-        raise _refusal(name, f"has a text model that transformers cannot make alone ({text.model_type})")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)] if text is stated else MODEL_MAPPING[type(text)]
+    model_class = mapping[type(stated)] if text is stated else MODEL_MAPPING.get(type(text), mapping[type(stated)])
     kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - {*_KINDS})
     other = [kind for kind in kinds if "linear" not in kind]
     if other:
@@ -248,6 +247,8 @@ def _check_kind(name: str, stated: Any) -> None:
         raise _refusal(name, "has no pipeline plan in transformers (base_model_pp_plan)")
     if not model_class._supports_attention_backend:
         raise _refusal(name, "has attention that cannot be replaced (_supports_attention_backend)")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise _refusal(name, "lets tokens of a prompt see later ones (use_bidirectional_attention)")
     if getattr(stated, "is_encoder_decoder", False):
         raise _refusal(name, "has an encoder")
 
@@ -328,11 +329,12 @@ def _places(name: str, model: Any, parts: ModuleNames) -> dict[str, Place]:
     return places
 
 
-def _as_stored(model: Any, places: Mapping[str, Place], known: Collection[str]) -> tuple[dict[str, Place], tuple[str, ...]]:
+def _as_stored(model: Any, places: Mapping[str, Place], known: Iterable[str]) -> tuple[dict[str, Place], tuple[str, ...]]:
     """The places of a text model's tensors, by their names in a checkpoint of a multimodal model, and its ``towers``."""
-    names = text_names(model, [str(place) for place in places.values()], known)
-    stored = {name if place.rows else names.get(str(place), name): place for name, place in places.items()}
-    return stored, towers(model, {str(place): name for name, place in stored.items()}, known)
+    loaded = loaded_names(model, known)
+    names = {in_model: stored for stored, in_model in loaded.items()}
+    found = {name if place.rows else names.get(str(place), name): place for name, place in places.items()}
+    return found, towers(model, {str(place): name for name, place in found.items()}, loaded)
 
 
 def _shown(error: Exception) -> str:
