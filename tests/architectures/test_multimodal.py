@@ -107,16 +107,18 @@ def test_a_tensor_of_the_text_that_is_missing_or_unknown_is_named(tmp_path: Path
         Checkpoint(tmp_path).check_complete(model_config(tmp_path))
 
 
-@pytest.mark.parametrize("place", ["whole", "text"])
-def test_weights_may_be_stored_in_formats(place: str, tmp_path: Path) -> None:
-    """Which the config of the whole model names, or that of the text model."""
+@pytest.mark.parametrize(("format", "place"), [("gptq-ordered", "whole"), ("fp8-odd-blocks", "text")])
+def test_weights_may_be_stored_in_formats(format: str, place: str, tmp_path: Path) -> None:
+    """Which the config of the whole model names, or that of the text model, with towers that are as they were."""
     save_model("mistral3", tmp_path / "dense")
-    write_quantized_checkpoint(tmp_path / "dense", tmp_path / "stored", "gptq-ordered", dense=tmp_path / "wide")
+    write_quantized_checkpoint(tmp_path / "dense", tmp_path / "stored", format, dense=tmp_path / "wide")
     file = tmp_path / "stored" / "config.json"
     document = json.loads(file.read_text(encoding="utf-8"))
     if place == "text":
-        document["text_config"]["quantization_config"] = document.pop("quantization_config")
+        quantization = document.pop("quantization_config") | {"modules_to_not_convert": ["vision_tower", "multi_modal_projector"]}
+        document["text_config"]["quantization_config"] = quantization
         file.write_text(json.dumps(document), encoding="utf-8")
+    Checkpoint(tmp_path / "stored").check_complete(model_config(tmp_path / "stored"))
     assert model_config(tmp_path / "stored").formats is not ALL_PLAIN
     expected, _ = generated(load_transformers(tmp_path / "wide", torch.float32), PROMPTS[1], SAMPLINGS["greedy"])
     assert generated(load_transformers(tmp_path / "stored", torch.float32), PROMPTS[1], SAMPLINGS["greedy"])[0] == expected
@@ -137,6 +139,15 @@ def test_numbers_of_the_text_model_are_read_where_they_are(tmp_path: Path) -> No
     assert config.eos_token_ids == (2, 7) and (config.model_type, config.num_hidden_layers) == ("mistral", LAYERS)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
     assert model_config(tmp_path).eos_token_ids == (5,)
+
+
+def test_older_configs_have_the_keys_of_the_text_model_beside_those_of_towers(tmp_path: Path) -> None:
+    document = tiny_multimodal_config("qwen2_5_vl").to_dict()
+    text = {key: value for key, value in document.pop("text_config").items() if key not in ("model_type", "rope_parameters")}
+    rope = {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [4, 2, 2]}}
+    (tmp_path / "config.json").write_text(json.dumps(text | document | rope), encoding="utf-8")
+    config = model_config(tmp_path)
+    assert (config.model_type, config.num_hidden_layers, context_length(tmp_path)) == ("qwen2_5_vl_text", LAYERS, 512)
 
 
 @pytest.mark.parametrize("where", ["whole", "text"])
