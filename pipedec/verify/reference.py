@@ -76,10 +76,9 @@ class Reference:
         if (quantize := spec.settings.numbers.quantize) is not None:
             text = self._model.get_decoder(), self._model.get_output_embeddings()
             rounds = {id(weight) for module in text for weight in module.parameters()}
+            # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
             for name, weight in self._model.named_parameters():
-                if (
-                    id(weight) in rounds and weight.dim() == 2
-                ):  # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
+                if id(weight) in rounds and weight.dim() == 2:
                     weight.data.copy_(rounded(weight.data, quantize if ".layers." in name else "int8"))
         self._end_token_ids = list(end_token_ids(spec.target))
         self._sequences = Sequences(spec.target)
