@@ -29,6 +29,7 @@ from pipedec.verify.reference import load_transformers
 TOWERS = {
     "gemma3": ["multi_modal_projector", "vision_tower"], "gemma4": ["model.embed_vision", "model.vision_tower"],
     "mistral3": ["multi_modal_projector", "vision_tower"], "qwen2_5_vl": ["visual"], "qwen3_vl": ["model.visual"],
+    "qwen3_5": ["model.visual"],
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_what_is_left_out_is_named_once(model_type: str, tmp_path: Path, caplog:
     assert "mtp (1 tensor)" in line
 
 
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_a_plan_counts_the_text_model_alone(model_type: str, tmp_path: Path) -> None:
     save_model(model_type, tmp_path)
     config = model_config(tmp_path)
