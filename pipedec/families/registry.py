@@ -98,7 +98,8 @@ def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
     """
     if (index := TensorIndex.found(directory)) is not None:
         return indexed_formats(index)
-    path, quantization = directory / "config.json", document.get("quantization_config") or document.get("compression_config")
+    path, stated = directory / "config.json", _with_text_config(document)
+    quantization = stated.get("quantization_config") or stated.get("compression_config")
     older = {directory / name: method for name, method in QUANTIZATION_FILES.items() if (directory / name).is_file()}
     if not quantization and older:
         path, method = next(iter(older.items()))
@@ -143,7 +144,7 @@ def checkpoint_dtype(name: str | Path) -> str:
         if "BF16" in types or not types.isdisjoint(BLOCKS):
             return "bfloat16"
         return "float16" if "F16" in types else "float32"
-    document = json_object(directory / "config.json")
+    document = _with_text_config(json_object(directory / "config.json"))
     return str(document.get("dtype") or document.get("torch_dtype") or "float32")
 
 
@@ -164,13 +165,19 @@ def context_length(directory: Path, max_model_len: int | None = None) -> int:
 
 def _stated_context(path: Path) -> int | None:
     """``ModelConfig.context_length`` of a ``config.json``; None if it names none. Raises as ``model_config``."""
-    document = json_object(path)
+    document = _with_text_config(json_object(path))
     kind, trained = document.get("model_type", ""), document.get("max_position_embeddings")
     if kind in FAMILIES:
         return model_config(path.parent).context_length
     ropes = document.get("rope_scaling") or document.get("rope_parameters")
     known = rope_sets(ropes) if isinstance(ropes, dict) else ()
     return stretched_length(kind, trained, known) if isinstance(trained, int) else None
+
+
+def _with_text_config(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json``, with what the config of the text model in a multimodal one states and the whole does not."""
+    text = document.get("text_config")
+    return {**text, **{key: value for key, value in document.items() if value}} if isinstance(text, dict) else dict(document)
 
 
 def json_object(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.states import StatePool
 from pipedec.model.weights import Checkpoint
 
+logger = logging.getLogger(__name__)
 _USUAL_STATES = StateCounts(MAX_NUM_SEQS, 16 * MAX_NUM_SEQS)  # in a pool whose size is not configured
 
 
@@ -91,6 +93,9 @@ class StageModel:
         """
         checkpoint = Checkpoint(directory)
         stage = cls(config or model_config(directory), layers, dtype, device, quantize, widens)
+        if stage.is_first and (left_out := stage.stack.config.left_out(checkpoint.names)):
+            parts = ", ".join(f"{part} ({count} tensor{'s' * (count > 1)})" for part, count in left_out.items())
+            logger.info("left out of %s: %s", directory, parts)
         stage.stack.read(checkpoint, progress or (lambda *_: None))
         return stage
 
