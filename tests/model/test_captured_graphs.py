@@ -118,7 +118,7 @@ def test_padded_forwards_of_recurrent_layers_equal_those_without_padding(directo
     captured.capture = capture = Frozen()
     alone, padded = Requests(plain, seed, count, 16, False), Requests(captured, seed, count, 16, True)
     for _ in range(8):
-        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-6, rtol=1e-6)  # decays are in float32
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-4, rtol=1e-4)  # decays are in float32
         alone.advance()
         padded.advance()
     assert capture.captures <= capture.replays
