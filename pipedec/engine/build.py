@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from pipedec.decoding import Drafter, Experience, LaneSizes, Resources, Schedule
 from pipedec.directories import reference_pair, shipped_draft
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
-from pipedec.families import ModelConfig, ModelImpl, checkpoint_dtype, is_known, model_by_name, model_config
+from pipedec.families import ModelConfig, ModelImpl, StateCounts, checkpoint_dtype, is_known, model_by_name, model_config
 from pipedec.formats import WeightFormat
 from pipedec.gguf import model_files
 from pipedec.hardware import DEVICES, reported_device
@@ -34,7 +35,7 @@ from pipedec.model import (
     device_capture,
     load_markov,
 )
-from pipedec.plan.budgets import check_kv_budget, kv_slots
+from pipedec.plan.budgets import check_kv_budget, draft_state_counts, kv_slots, state_counts
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN, Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
 from pipedec.plan.partition import plan as make_plan
@@ -210,7 +211,8 @@ def load_stage(
     if spec.bita is not None:
         model.attach(BitaWeights.load(spec.bita, config, layers, dtype, device))
     kind = FinalStageWorker if rank == spec.topology.final_rank else StageWorker
-    return kind(model, Sequences(spec.target).of, device, slots=kv_slots(spec), block=spec.kv_block, stage=rank)
+    states = _given_states(config, state_counts(spec))
+    return kind(model, Sequences(spec.target).of, device, slots=kv_slots(spec), block=spec.kv_block, stage=rank, **states)
 
 
 def load_drafter(
@@ -226,7 +228,13 @@ def load_drafter(
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize, widens)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
-    return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary)
+    states = _given_states(config, draft_state_counts(spec))
+    return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary, **states)
+
+
+def _given_states(config: ModelConfig, states: StateCounts) -> dict[str, Any]:
+    """The keyword argument of models with recurrent layers."""
+    return {"states": states} if config.is_recurrent else {}
 
 
 def new_scheduler(
@@ -237,4 +245,5 @@ def new_scheduler(
     kv = KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes)
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
     resources = Resources(experience or Experience(spec.settings.passage), drafter, device, spec.trained_masks, markov)
-    return Scheduler(resources, kv, spec.knee, lane_sizes)
+    states = state_counts(spec) if model_config(spec.target).is_recurrent else None
+    return Scheduler(resources, kv, spec.knee, lane_sizes, states=states)

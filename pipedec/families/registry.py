@@ -14,7 +14,7 @@ from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretch
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
-from pipedec.families.qwen3_5 import Qwen3_5Shape
+from pipedec.families.qwen35 import Qwen35Shape
 from pipedec.families.transformers import transformers_config
 from pipedec.formats import Formats, indexed_formats, stated_formats, typical_formats
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
@@ -60,7 +60,7 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
-    "qwen3.6-27b": Qwen3_5Shape(
+    "qwen3.6-27b": Qwen35Shape(
         model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
         num_attention_heads=24, linear_num_value_heads=48,
     ),

@@ -353,9 +353,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     )  # fmt: skip
 
 
-def _on_devices(
-    costs: ModelCosts, places: Sequence[Placement], layers: Sequence[range]
-) -> list[tuple[DeviceSpec, PassTime]]:
+def _on_devices(costs: ModelCosts, places: Sequence[Placement], layers: Sequence[range]) -> list[tuple[DeviceSpec, PassTime]]:
     """The device of each stage, and a pass through it."""
     devices = [DEVICES[place.device] for place in places]
     ends = [stage == len(places) for stage in range(1, len(places) + 1)]

@@ -14,11 +14,10 @@ from pipedec.validation import shown_bytes
 
 NO_STATES = StateCounts(0, 0)
 MAX_SNAPSHOTS = 1024
+LEAST_ROWS = 256  # a step of several threads' trees, which enters whole, the last tokens of ended threads, and a forced chain
 
 
-def counted_states(
-    state_bytes: Iterable[int], memory: int, max_num_seqs: int, shares_prefixes: bool, rows: int
-) -> StateCounts:
+def counted_states(state_bytes: Iterable[int], memory: int, max_num_seqs: int, shares_prefixes: bool, rows: int) -> StateCounts:
     """The counts of a model, the same on all of its ranks. Half of the states are for running requests, the others for prefixes.
 
     Args:
@@ -48,4 +47,4 @@ def rows_in_flight(room: int, passage: int) -> int:
     Rows are in flight from their entry to their verdict, so these are the rows of a full pipeline. Rank 0 lets no more enter,
     whatever the passage is: where a longer one than the settings' pays, on slow links, fewer rows enter at each timestep.
     """
-    return max(room, KNEE_ROWS) * (passage + 1)
+    return max(max(room, KNEE_ROWS) * (passage + 1), LEAST_ROWS)

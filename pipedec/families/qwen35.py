@@ -1,4 +1,4 @@
-"""The shape of Qwen 3.5 and 3.6, for plans: recurrent layers with a gated delta rule, and one with gated attention after every few.
+"""The shape of Qwen 3.5 and 3.6, for plans: recurrent layers with a gated delta rule, and gated attention in every fourth.
 
 Checkpoints of the family are read through transformers' modules.
 """
@@ -14,7 +14,7 @@ from pipedec.families.shapes import Layer, LayerShape, RecurrentShape, Shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5Shape(ModelConfig):
+class Qwen35Shape(ModelConfig):
     """The sizes in ``config.json``.
 
     Attributes:
