@@ -34,7 +34,7 @@ from pipedec.methods import BestFirstOptions, StaticTreeOptions
     growth=st.sampled_from((0, 8, 128)),
     loses=st.booleans(),
     late=st.integers(-40, 40),
-    states=st.sampled_from((None, None, (1, 60), (2, 90), (5, 60), (40, 100))),
+    states=st.sampled_from((None, None, (1, 60), (2, 90), (5, 60), (15, 34))),
 )
 def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares, ahead, growth, loses, late, states) -> None:
     """With its own tokens, in steps that a stage's tree takes, however little memory there is; and nothing is left of those that
