@@ -226,7 +226,9 @@ def test_rows_that_enter_together_wait_until_all_fit() -> None:
 def test_trees_that_can_never_fit_are_refused() -> None:
     few = scheduler_of(2, KnowingDrafter(random.Random(0)), states=StateCounts(3, 12))
     options = StaticTreeOptions(4, 4, 3)
-    with pytest.raises(UserError, match=r"^13 rows of the request enter together, but there is memory for 12 rows of trees in rec"):
+    with pytest.raises(
+        UserError, match=r"^13 rows of the request enter together, but there is memory for 12 rows of trees in rec"
+    ):
         begin(few, TokenizedRequest(0, (1, 2, 3), SamplingParams(max_tokens=9), "stpp", options))
 
 

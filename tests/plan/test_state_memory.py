@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def spec(target: str = "hybrid", draft: str = "none", layers: tuple[int, ...] = 
     ends = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
     given = {"dtype": "float32", "draft_dtype": "float32", "device": "cpu", "stages": len(layers), **settings}
     made = Settings.of(target=target, draft=draft, bita="none", **given)
-    return PipelineSpec(made, tuple(zip(ends, ends[1:], strict=False)))
+    return PipelineSpec(made, tuple(pairwise(ends)))
 
 
 def test_half_of_the_states_are_for_running_requests() -> None:
@@ -54,7 +55,9 @@ def test_half_of_the_states_are_for_running_requests() -> None:
     assert counted_states([100], 100, 64, True, 7) == StateCounts(1, 8, 0)
     assert counted_states([1], 10**6, 64, True, 7) == StateCounts(64, 71, MAX_SNAPSHOTS)
     assert counted_states([0, 0], 1, 64, True, 7) == NO_STATES
-    with pytest.raises(UserError, match=r"take 2\.0 KiB for the state of one request, but there are 1\.0 KiB: give a larger --st"):
+    with pytest.raises(
+        UserError, match=r"take 2\.0 KiB for the state of one request, but there are 1\.0 KiB: give a larger --st"
+    ):
         counted_states([2048], 1024, 64, True, 7)
 
 
@@ -67,7 +70,9 @@ def test_all_ranks_count_the_same_by_settings_and_configs() -> None:
     given = spec(layers=(3, 5), state_memory=10 * 3 * STATE)
     assert state_counts(given) == StateCounts(5, 5 + LEAST_ROWS, 5) and draft_state_counts(given) == NO_STATES
     assert state_counts(spec(layers=(4, 4), state_memory=10 * 3 * STATE, passage=9)).rows == 5 + 64 * 10
-    assert state_counts(spec(layers=(4, 4), state_memory=10 * 3 * STATE, prefix_cache=False)) == StateCounts(10, LEAST_ROWS + 10, 0)
+    assert state_counts(spec(layers=(4, 4), state_memory=10 * 3 * STATE, prefix_cache=False)) == StateCounts(
+        10, LEAST_ROWS + 10, 0
+    )
     assert state_counts(spec("qwen3-0.6b", layers=(14, 14))) == NO_STATES
     drafted = spec("qwen3-0.6b", "hybrid", (14, 14), state_memory=4 * 6 * STATE)
     assert state_counts(drafted) == NO_STATES and draft_state_counts(drafted) == StateCounts(2, 2 + TREE_ROWS * 3, 2)
@@ -143,7 +148,9 @@ def test_the_shape_without_files_has_the_tensors_of_transformers(tmp_path: Path)
             "linear_conv_kernel_dim",
         )  # fmt: skip
         stated = Qwen3_5TextConfig(**{name: getattr(shape, name) for name in names})
-        assert [kind == "linear_attention" for kind in stated.layer_types] == [layer.cached.num_values == 0 for layer in shape.layers]
+        assert [kind == "linear_attention" for kind in stated.layer_types] == [
+            layer.cached.num_values == 0 for layer in shape.layers
+        ]
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(stated)
         own = shape.embedding_tensors() | shape.norm_tensors() | shape.head_tensors()
