@@ -27,10 +27,12 @@ def kv_slots(spec: PipelineSpec) -> int:
 
 
 def check_kv_budget(spec: PipelineSpec) -> None:
-    """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
+    """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens, or if there is
+    no memory for a state of recurrent layers.
 
-    Without a cluster.yaml it is unknown what will be measured.
+    Without a cluster.yaml it is unknown which memory for keys and values will be measured.
     """
+    state_counts(spec), draft_state_counts(spec)
     if spec.places is not None or not spec.measures_memory:
         agreed_budget(spec, {})
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
-from pipedec.families import ModelConfig, RecurrentShape, Shape, StateCounts
+from pipedec.families import Layer, ModelConfig, RecurrentShape, Shape, StateCounts
 from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
 from pipedec.plan.held import HeldWeights, held, together
@@ -94,7 +94,11 @@ class ModelCosts:
 
     def _recurrent(self, layers: range) -> tuple[RecurrentShape, ...]:
         """The recurrent ones of these layers."""
-        return tuple(layer for layer in self.model.layers[layers.start : layers.stop] if isinstance(layer, RecurrentShape))
+        return tuple(layer for layer in self._shapes[layers.start : layers.stop] if isinstance(layer, RecurrentShape))
+
+    @cached_property
+    def _shapes(self) -> tuple[Layer, ...]:
+        return self.model.layers
 
     @property
     def _slots(self) -> int:
@@ -178,7 +182,7 @@ class ModelCosts:
     @cached_property
     def _cached(self) -> tuple[int, ...]:
         """Elements of one token in the KV cache of each layer."""
-        return tuple(layer.cached.num_values for layer in self.model.layers)
+        return tuple(layer.cached.num_values for layer in self._shapes)
 
     @cached_property
     def _layers(self) -> tuple[HeldWeights, ...]:

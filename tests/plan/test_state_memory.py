@@ -17,7 +17,7 @@ from pipedec.families import KNOWN_MODELS, StateCounts
 from pipedec.families.qwen35 import Qwen35Shape
 from pipedec.formats import WeightFormat
 from pipedec.hardware import DEVICES
-from pipedec.plan.budgets import draft_state_counts, kv_budget, kv_slots, rank_needs, state_counts
+from pipedec.plan.budgets import check_kv_budget, draft_state_counts, kv_budget, kv_slots, rank_needs, state_counts
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.kv_memory import TREE_ROWS, UNLIMITED, RankBudget, RankNeeds, tokens_beside
 from pipedec.plan.partition import plan
@@ -157,3 +157,11 @@ def test_the_shape_without_files_has_the_tensors_of_transformers(tmp_path: Path)
         for layer in range(shape.num_hidden_layers):
             own |= shape.layer_tensors(layer)
         assert own == {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def test_too_little_memory_for_a_state_is_refused_before_anything_is_measured() -> None:
+    tight = replace(spec(state_memory=1000, device="auto"), num_gpus=2)
+    assert tight.measures_memory
+    with pytest.raises(UserError, match="give a larger --state-memory"):
+        check_kv_budget(tight)
+    check_kv_budget(replace(spec(device="auto"), num_gpus=2))
