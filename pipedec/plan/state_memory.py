@@ -45,6 +45,6 @@ def rows_in_flight(room: int, passage: int) -> int:
     """Rows of the stages' trees for which there are stashes, if about ``room`` rows enter at a timestep.
 
     Rows are in flight from their entry to their verdict, so these are the rows of a full pipeline. Rank 0 lets no more enter,
-    whatever the passage is: where a longer one than the settings' pays, on slow links, fewer rows enter at each timestep.
+    however long the passage is: where a longer one than the settings' pays, on slow links, fewer rows enter at each timestep.
     """
     return max(max(room, KNEE_ROWS) * (passage + 1), LEAST_ROWS)

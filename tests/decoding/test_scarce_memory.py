@@ -202,7 +202,7 @@ def drafted(scheduler: Scheduler) -> None:
 
 
 def test_rows_that_enter_together_wait_until_all_fit() -> None:
-    """And nobody younger takes the stashes for which they wait."""
+    """No younger request takes the stashes for which they wait."""
     drafter = KnowingDrafter(random.Random(0))
     drafter.answers = {0: [], 1: []}
     few = scheduler_of(2, drafter, states=StateCounts(3, 12))
