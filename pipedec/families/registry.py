@@ -14,6 +14,7 @@ from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretch
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
+from pipedec.families.qwen35 import Qwen35Shape
 from pipedec.families.transformers import transformers_config
 from pipedec.formats import Formats, indexed_formats, stated_formats, typical_formats
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
@@ -46,7 +47,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwe
 
 
 # Models that can be planned without their checkpoints, as they are or in a format that follows a colon (``llama-3.1-70b:awq``).
-KNOWN_MODELS: dict[str, DecoderConfig] = {
+KNOWN_MODELS: dict[str, ModelConfig] = {
     "llama-3.1-405b": _llama(16384, 53248, 126, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64),
     "llama-3.3-70b": _llama(8192, 28672, 80, 64),
@@ -59,7 +60,11 @@ KNOWN_MODELS: dict[str, DecoderConfig] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
-}
+    "qwen3.6-27b": Qwen35Shape(
+        model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+        num_attention_heads=24, linear_num_value_heads=48,
+    ),
+}  # fmt: skip
 
 
 def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:

@@ -131,5 +131,5 @@ class StateCounts:
 
     @property
     def allocated(self) -> tuple[int, int]:
-        """States and stashes in memory: with a state and two stashes for the padding of captured forwards."""
+        """States and stashes in the pools, of which a state and two stashes belong to no request."""
         return self.states + self.snapshots + 1, self.rows + 2

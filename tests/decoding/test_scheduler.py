@@ -19,6 +19,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, LaneSizes, Phase
 from pipedec.decoding.budget import RESERVED
 from pipedec.decoding.draft_rounds import DRAFT_KNEE
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, StaticTreeOptions
 
@@ -34,19 +35,24 @@ from pipedec.methods import BestFirstOptions, StaticTreeOptions
     loses=st.booleans(),
     late=st.integers(-40, 40),
     snapshots=st.sampled_from((None, None, 0, 2, 5, 40)),
+    states=st.sampled_from((None, None, (1, 60), (2, 90), (5, 60), (15, 34))),
 )
-def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares, ahead, growth, loses, late, snapshots) -> None:
+def test_all_requests_end_whatever_is_beside_them(
+    seed, capacity, block, shares, ahead, growth, loses, late, snapshots, states
+) -> None:
     """With its own tokens, in steps that a stage's tree takes, however little memory there is; and nothing is left of those that
     are gone. The simulated stage checks that every lane has its own text in its slots, whatever is shared, paused and resumed.
 
     Args:
         loses: stages lose everything now and then.
+        states: states and rows of recurrent layers, which the simulated stage counts.
         late: when the draft model comes; if negative, it is there from the beginning.
         snapshots: places for states of recurrent layers, with which no BiTA runs.
     """
     kv = None if capacity is None else KVManager(capacity, block, shares, snapshots)
     methods = {name: options for name, options in METHODS.items() if name != "bita" or snapshots is None}
-    simulation = Simulation(seed, kv, LaneSizes(ahead, growth), methods=methods)
+    counts = None if states is None else StateCounts(*states)
+    simulation = Simulation(seed, kv, LaneSizes(ahead, growth), counts, methods=methods)
     if late >= 0:
         simulation.draft_late()
     for number in range(60):

@@ -19,6 +19,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Drafter, Experience, LaneSizes, Request, Resources, Scheduler, TimestepTiming
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import NewSequence
@@ -258,10 +259,11 @@ def entered(scheduler: Scheduler) -> dict[int, int]:
 def scheduler_of(
     passage: int, drafter: Drafter | None = None, knee: int = KNEE_ROWS, kv: KVManager | None = None,
     lane_sizes: LaneSizes = LaneSizes(), trained_masks: int = 0, experience: Experience | None = None,
+    states: StateCounts | None = None,
 ) -> Scheduler:  # fmt: skip
     """A scheduler without requests."""
     resources = Resources(experience or Experience(passage), drafter, trained_masks=trained_masks)
-    return Scheduler(resources, kv, knee, lane_sizes)
+    return Scheduler(resources, kv, knee, lane_sizes, states=states)
 
 
 def begin(scheduler: Scheduler, request: TokenizedRequest, new_sequence: NewSequence | None = None) -> Request:
@@ -297,6 +299,7 @@ class Simulation:
 
     Attributes:
         kv: None for as much memory as anybody wants.
+        states: of the stage's recurrent layers; None if it has none.
         timesteps: so far.
         texts: what conversations were about: prompts begin with the beginning of one.
         methods: of the requests.
@@ -308,6 +311,7 @@ class Simulation:
     seed: int
     kv: KVManager | None = None
     lane_sizes: LaneSizes = LaneSizes()
+    states: StateCounts | None = None
     running: dict[int, Running] = field(default_factory=dict)
     timesteps: int = 0
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
@@ -330,7 +334,7 @@ class Simulation:
         self._closing: list[tuple[int, int, str]] = []  # when every stage has closed a lane: timestep, request, reason
 
     def _new_scheduler(self, drafter: Drafter | None) -> Scheduler:
-        return scheduler_of(self.groups, drafter, KNEE, self.kv, self.lane_sizes, MASKS)
+        return scheduler_of(self.groups, drafter, KNEE, self.kv, self.lane_sizes, MASKS, states=self.states)
 
     def arrive(self, number: int, lengths: Sequence[int] = (1, 2, 3, 5, 8, 12, 30, 60)) -> None:
         chooser, name = self.chooser, self.chooser.choice(list(self.methods))
@@ -349,8 +353,9 @@ class Simulation:
         try:
             structure = (lambda: None) if rule is None else partial(ToyStructure, rule)
             begin(self.scheduler, request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))  # type: ignore[arg-type] # a stand-in
-        except UserError:
-            assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
+        except UserError as error:
+            lacks_slots = self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
+            assert lacks_slots or (self.states is not None and "ask for a smaller tree" in str(error))
         else:
             self.running[number] = Running(request, answer, rule)
 
@@ -398,6 +403,9 @@ class Simulation:
         for number, lane in self.stage.lanes.items():
             lane.enter(updates[number].step if number in updates else None)
         self.stage.check()
+        if self.states is not None:
+            assert len(self.stage.lanes) <= self.states.states
+            assert sum(lane.tree.num_rows for lane in self.stage.lanes.values()) <= self.states.rows
 
     def _take_results(self) -> None:
         self.verdicts = {}
