@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures.zoo import save_model
+from architectures.answers import PROMPTS
+from architectures.zoo import VOCABULARY, save_model
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from support.gguf_files import Floats, gguf_refusal, save_gguf, tensors_of
+from support.llama_cpp import LlamaCpp
+from transformers import AutoModelForCausalLM
 
 from pipedec.core.errors import UserError
 from pipedec.families import model_config
@@ -169,3 +172,16 @@ def test_experts_are_refused_by_the_family(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_is_not_supported_is_named(name: str, metadata: dict[str, Any], words: str, tmp_path: Path) -> None:
     assert words in gguf_refusal(write(name, tmp_path, **metadata)[1])
+
+
+@pytest.mark.parametrize(("name", "is_new"), [("qwen35", True), ("qwen35-even", True), ("qwen3next", True), ("qwen3next", False)])
+def test_llama_cpp_computes_the_same_from_the_file(name: str, is_new: bool, tmp_path: Path) -> None:
+    """That the files here are what its converter would write. It needs keys that are as wide as values."""
+    fields = {"tokenizer": {"model": "none"}, f"{name.partition('-')[0]}__vocab_size": VOCABULARY}
+    source, file = write(name, tmp_path, {"linear_key_head_dim": 16}, is_new=is_new, **fields)
+    with torch.no_grad():
+        expected = (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(torch.tensor([PROMPTS[2]])).logits[0, -1]
+        )
+    found = torch.tensor(LlamaCpp(file).logits(PROMPTS[2], len(expected)))
+    torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
