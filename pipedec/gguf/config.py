@@ -75,9 +75,10 @@ class Architecture:
         fused: the module with the rows of queries, keys and values, which are in turn for each head in the checkpoint.
         added: to all values of norms in the file, except that of linear attention.
         tiled: whether the file has the value heads of linear attention by their number within a group, not group by group.
-        joined: by module, those of the file that have its rows, in parts of all groups of linear attention, in newer files.
-        parameters: of a layer, that have a name in the file which is not that of a module.
-        squeezed: by module, the dimension of its weight in a checkpoint that has the length 1 and that files may lack.
+        joined: by module, those that newer files have instead: queries, keys and values of all groups of linear attention, and
+            gates.
+        parameters: by parameter of a layer, its name in the file, for those that are not a module's weight or bias.
+        squeezed: by module, the dimension of length 1 that its weight has in a checkpoint and may lack in the file.
         sections: whether rotary embeddings have sections, which differ only for images.
         predicts: whether files may have further layers that predict more tokens, which are left out.
         values: by tensor of a layer, the field with a number for each layer, and the tensor's shape.
@@ -205,8 +206,11 @@ class File:
 
     @property
     def num_layers(self) -> int:
-        """Layers without those that predict more tokens."""
-        return int(self.number("block_count") - self.number("nextn_predict_layers", 0))
+        """Layers without those that predict more tokens. UserError if there are no others."""
+        layers = int(self.number("block_count") - self.number("nextn_predict_layers", 0))
+        if layers < 1:
+            raise UserError(f"it has no layers before the {self.name}.nextn_predict_layers; convert the whole model")
+        return layers
 
     @property
     def head_dim(self) -> int:

@@ -165,6 +165,7 @@ def test_experts_are_refused_by_the_family(tmp_path: Path) -> None:
         ("qwen35", {"qwen35__ssm__conv_kernel": None}, "no field qwen35.ssm.conv_kernel"),
         ("qwen35", {"qwen35__attention__recurrent_layers": [True]}, "has 1 values for 5 layers"),
         ("qwen35", {"qwen35__ssm__group_count": 0}, "metadata is damaged"),
+        ("qwen35", {"qwen35__nextn_predict_layers": 9}, "no layers before the qwen35.nextn_predict_layers"),
         ("qwen35", {"qwen35__expert_count": 4}, "mixture of experts"),
         ("qwen3next", {"qwen3next__expert_count": None}, "no field qwen3next.expert_count"),
     ],
