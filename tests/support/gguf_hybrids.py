@@ -1,4 +1,4 @@
-"""Fields and tensors that llama.cpp's converter writes for Qwen3-Next and Qwen3.5, written without looking at pipedec's reader."""
+"""Fields and tensors that llama.cpp's converter writes for Qwen3-Next and Qwen3.5; made without looking at pipedec's reader."""
 
 from __future__ import annotations
 
