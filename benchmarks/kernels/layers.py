@@ -74,7 +74,7 @@ class LayersConfig:
 
     def operations(self, device: torch.device) -> OperationsConfig:
         """The same layers for ``operations``, with dtype and device resolved and the longest past."""
-        layer = self.shape.layers[0]
+        layer = self.shape.attention_layers[0]
         return OperationsConfig(
             sizes=self.tree_rows,
             past=max(self.past),

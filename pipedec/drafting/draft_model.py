@@ -19,6 +19,7 @@ from torch import Tensor
 from pipedec.core.sampling import SamplingParams
 from pipedec.device import to_device, to_host
 from pipedec.drafting.lane import DraftLane, Entering
+from pipedec.families import StateCounts
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
@@ -38,7 +39,7 @@ class DraftModel:
 
     def __init__(
         self, model: StageModel, slots: int = _SLOTS, block: int = 16, shares_prefixes: bool = True,
-        vocabulary: DraftVocabulary | None = None,
+        vocabulary: DraftVocabulary | None = None, states: StateCounts | None = None,
     ) -> None:  # fmt: skip
         self._model = model
         self._vocabulary = vocabulary  # None if the model has the target's tokens
@@ -48,8 +49,8 @@ class DraftModel:
             self._vocab_size = len(vocabulary.draft_ids)
             self._tokens, self._is_unknown = vocabulary.tokens.clamp(min=0), vocabulary.tokens < 0
             self._num_known -= int(self._is_unknown.sum())
-        self._pool = model.make_pool(slots, block)
-        self._kv = KVManager(slots, block, shares_prefixes)
+        self._pool = model.make_pool(slots, block, states)
+        self._kv = KVManager(slots, block, shares_prefixes and not model.config.is_recurrent)
         self._lanes: dict[int, DraftLane] = {}  # by request
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -77,6 +78,8 @@ class DraftModel:
 
     def open_lane(self, number: int, sequence: ThreadSequence, token_ids: Sequence[int], sampling: SamplingParams) -> int:
         """Open the lane of a request. Returns how many of ``token_ids`` are cached, or all of them if there is no memory."""
+        if not self._has_states_for(sequence):
+            return len(token_ids)
         left = sequence.max_tokens - (len(token_ids) - sequence.prompt_length)
         lease = self._kv.allocate(number, token_ids, len(token_ids) + min(left, _MAX_RESERVED))
         lease = lease or self._kv.allocate(number, token_ids, len(token_ids))
@@ -87,9 +90,14 @@ class DraftModel:
         self._lanes[number] = DraftLane(cache, sequence, self._model.device, predictor)
         return lease.cached
 
+    def _has_states_for(self, sequence: ThreadSequence) -> bool:
+        """Whether recurrent layers, if there are any, have memory for an answer. They follow none in several threads."""
+        return self._pool.states is None or (self._pool.states.free[0] > 0 and not sequence.can_fork)
+
     def close_lane(self, number: int) -> None:
         """Drop the lane of a request, if it has one."""
-        if self._lanes.pop(number, None) is not None:
+        if (lane := self._lanes.pop(number, None)) is not None:
+            lane.cache.close()
             self._kv.free(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
@@ -124,7 +132,8 @@ class DraftModel:
         lane = self._lanes.get(number)
         if lane is None:
             return False
-        slots = self._kv.grow(number, lane.next_length + sum([len(entry.rows) for entry in entries]))
+        length = lane.next_length + sum([len(entry.rows) for entry in entries])
+        slots = self._kv.grow(number, length) if self._pool.has_room(length - lane.cache.length) else None
         if slots is None:
             self.close_lane(number)
             return False

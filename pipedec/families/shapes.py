@@ -1,4 +1,4 @@
-"""A layer as caches, masks and plans know it: what it keeps of a token, and which tokens a row sees, or what it keeps of the past.
+"""A layer as caches, masks and plans know it: what it keeps of a token and which tokens a row sees, or its recurrent state.
 
 Knows no torch: the functions of positions take numbers, arrays or tensors.
 """
@@ -78,8 +78,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """A layer that keeps a *state* of the past, for each head a matrix, and of each row in flight a *stash*: what the row will add
-    to the state when it is committed.
+    """A layer that keeps a *state* of the past, for each head a matrix, and of each row in flight a *stash*: what the row will
+    add to the state when it is committed.
 
     Attributes:
         num_heads, num_key_heads: of states and values; of queries and keys. Each of these serves consecutive heads.
@@ -128,3 +128,8 @@ class StateCounts:
     states: int
     rows: int
     snapshots: int = 0
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """States and stashes in memory: with a state and two stashes for the padding of captured forwards."""
+        return self.states + self.snapshots + 1, self.rows + 2

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from pipedec.core.errors import UserError
@@ -29,7 +30,9 @@ ATTENTION = "pipedec"  # under which transformers knows the attention function o
 UNSUPPORTED = ", which is not supported: choose another target"
 _OBSERVED = "pipedec_observed"  # under which it knows that of this file
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
+RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # functions of modules with a recurrent state
+CONVOLUTION = "causal_conv1d_fn"  # that of the short convolution before them
 
 
 @dataclass(frozen=True)
@@ -216,21 +219,15 @@ def _check_kind(name: str, stated: Any) -> None:
 
     if type(stated) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refusal(name, "is not a causal language model of transformers")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)]
     kinds = sorted({str(kind) for kind in getattr(stated, "layer_types", None) or ()} - {*_KINDS})
-    other = [kind for kind in kinds if "linear" not in kind]
-    if other:
-        raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(other)})")
-    if kinds or getattr(model_class, "_is_stateful", False):
-        raise _refusal(name, "has recurrent layers, whose state cannot branch with a tree")
+    if kinds:
+        raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(kinds)})")
     if getattr(stated, "hidden_size_per_layer_input", None):
         raise _refusal(name, "feeds token ids to every layer (per-layer inputs)")
     if getattr(stated, "num_kv_shared_layers", None):
         raise _refusal(name, "has layers that share keys and values")
     if stated.base_model_pp_plan is None:
         raise _refusal(name, "has no pipeline plan in transformers (base_model_pp_plan)")
-    if not model_class._supports_attention_backend:
-        raise _refusal(name, "has attention that cannot be replaced (_supports_attention_backend)")
     if getattr(stated, "is_encoder_decoder", False):
         raise _refusal(name, "has an encoder")
 
@@ -239,12 +236,16 @@ def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
     """Raises UserError for modules that layers may not have."""
     for path, module in model.get_submodule(names.layers).named_modules():
         kind = type(module).__name__
+        if kind.endswith("MambaMixer"):
+            raise _refusal(name, f"has decays by channel and number of the state (Mamba-1), so rows cannot share one ({kind})")
+        if kind.endswith("LightningAttention"):
+            raise _refusal(name, f"has recurrent layers without a replaceable function ({kind})")
         if re.search(r"(Experts?|Router|MoE|Moe|MoELayer|MoeBlock)$", kind):
             raise _refusal(name, f"is a mixture of experts ({kind})")
         if kind.endswith("Indexer"):
             raise _refusal(name, f"has layers that choose the tokens that they attend to ({kind})")
         for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 2:
+            if parameter.dim() > 2 and kind != "Conv1d" and not own.endswith("A_log"):
                 raise _refusal(name, f"has weights that are neither vectors nor matrices ({path}.{own})")
 
 
@@ -317,20 +318,22 @@ class _SeenMask:
 
 
 class _Seen:
-    """Notes of a run: by layer, the shapes of what it caches, and its attention."""
+    """Notes of a run: by layer, the shapes of what it caches, and its attention or recurrence."""
 
     def __init__(self) -> None:
         self.cached: dict[int, tuple[Shape, Shape]] = {}
         self.attention: dict[int, LayerShape] = {}
+        self.convolutions: dict[int, tuple[int, int]] = {}  # channels and tokens
+        self.recurrent: dict[int, RecurrentShape] = {}
         self.rows: dict[tuple[str, str], Any] = {}  # what linear maps were called with, by parent and name
 
 
 _seen: ContextVar[_Seen] = ContextVar("seen")  # what the observed run has shown so far
 
 
-def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShape, ...], bool, tuple[tuple[str, ...], ...]]:
-    """Run the model once without memory. Returns the attention of each layer, whether layers return tuples, and which linear maps
-    take the same rows.
+def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[Layer, ...], bool, tuple[tuple[str, ...], ...]]:
+    """Run the model once without memory. Returns the attention or recurrence of each layer, whether layers return tuples, and
+    which linear maps take the same rows.
     """
     import torch
     from torch import nn
@@ -341,6 +344,9 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
         if type(module) is nn.Linear:
             parent, _, own = path.rpartition(".")
             hooks.append(module.register_forward_pre_hook(partial(_note_rows, seen, (parent, own))))
+        elif is_recurrent(module):
+            number = int(module.layer_idx)
+            replace_functions(module, partial(_observed_rule, seen, number), partial(_observed_convolution, seen, number))
     ids = torch.zeros(1, 3, dtype=torch.int64, device="meta")
     before = _seen.set(seen)
     try:
@@ -348,7 +354,8 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
         for module in model.modules():  # which would look at positions to choose their frequencies
             if any(path.endswith("inv_freq") for path, _ in module.named_buffers(recurse=False)):
                 module.forward = partial(inspect.unwrap(type(module).forward), module)
-        getattr(model, names.base)(input_ids=ids, position_ids=ids, past_key_values=_observing_cache(seen), use_cache=True)
+        cache = module_cache(partial(_note_cached, seen))
+        getattr(model, names.base)(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
     except UserError:
         raise
     except Exception as error:  # of any type: it is the architecture's own code
@@ -357,11 +364,56 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[LayerShap
         _seen.reset(before)
         for hook in hooks:
             hook.remove()
-    missing = [layer for layer in range(len(layers)) if not (layer in seen.cached and layer in seen.attention)]
-    if missing:
-        raise _refusal(name, f"has layers without attention of their own (layer {missing[0]})")
-    attention = tuple(_with_latents(name, seen.attention[layer], *seen.cached[layer]) for layer in range(len(layers)))
-    return attention, returned[0], tuple(group for group in _GROUPS if _take_the_same_rows(seen, group))
+    return (
+        tuple(_layer(name, seen, number) for number in range(len(layers))),
+        returned[0],
+        tuple(group for group in _GROUPS if _take_the_same_rows(seen, group)),
+    )
+
+
+def is_recurrent(module: Any) -> bool:
+    """Whether a module computes with a recurrent state, by one of ``RULES``."""
+    return not _forward_names(module).isdisjoint(RULES)
+
+
+def _forward_names(module: Any) -> set[str]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return set() if code is None else set(code.co_names)
+
+
+def replace_functions(module: Any, rule: Callable[..., Any], convolution: Callable[..., Any]) -> None:
+    """Let a module with a recurrent state compute by these functions instead of those that its file has for all models."""
+    forward = inspect.unwrap(type(module).forward)
+    replaced = dict.fromkeys(RULES, rule) | {CONVOLUTION: convolution}
+    own = FunctionType(
+        forward.__code__, {**forward.__globals__, **replaced}, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    module.forward = MethodType(own, module)
+
+
+def _layer(name: str, seen: _Seen, number: int) -> Layer:
+    """A layer of the model. Raises UserError for one without attention or recurrence, or with both."""
+    has_attention = number in seen.cached and number in seen.attention
+    if has_attention == (number in seen.recurrent):
+        kinds = "both attention and a recurrent state" if has_attention else "neither attention nor a recurrent state"
+        raise _refusal(name, f"has layers with {kinds} of their own (layer {number})")
+    return _with_latents(name, seen.attention[number], *seen.cached[number]) if has_attention else seen.recurrent[number]
+
+
+def _observed_convolution(seen: _Seen, number: int, inputs: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    seen.convolutions[number] = weight.shape[0], weight.shape[-1]
+    return inputs
+
+
+def _observed_rule(
+    seen: _Seen, number: int, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    num_decays = g.shape[3] if g.dim() == 4 else 1
+    seen.recurrent[number] = RecurrentShape(
+        value.shape[2], key.shape[2], key.shape[3], value.shape[3], num_decays, *seen.convolutions[number]
+    )
+    return value.new_empty(value.shape), value.new_empty(0)
 
 
 def _note_rows(seen: _Seen, place: tuple[str, str], module: Any, inputs: tuple[Any, ...]) -> None:
@@ -388,17 +440,45 @@ def _with_latents(name: str, layer: LayerShape, keys: Shape, values: Shape) -> L
     )  # fmt: skip
 
 
-def _observing_cache(seen: _Seen) -> Any:
+def _note_cached(seen: _Seen, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    if layer in seen.cached:
+        raise UserError(f"layer {layer} caches twice")
+    seen.cached[layer] = tuple(keys.shape), tuple(values.shape)
+    return keys, values
+
+
+def module_cache(update: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> Any:
+    """A cache of transformers for one forward: layers write keys and values by ``update`` and attend to what it returns. Layers
+    with a recurrent state find none.
+    """
+    found = _cache_class()(layers=[])
+    found.update_keys_values = update
+    return found
+
+
+@lru_cache(maxsize=1)
+def _cache_class() -> type:
     from transformers import Cache
 
-    class Observing(Cache):
-        def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            if layer in seen.cached:
-                raise UserError(f"layer {layer} caches twice")
-            seen.cached[layer] = tuple(keys.shape), tuple(values.shape)
-            return keys, values
+    class ModuleCache(Cache):
+        update_keys_values: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
-    return Observing(layers=[])
+        def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self.update_keys_values(key_states, value_states, layer_idx)
+
+        def get_conv_state(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def get_recurrent_state(self, *_: Any, **__: Any) -> None:
+            return None
+
+        def update_conv_state(self, conv_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            return conv_states
+
+        def update_recurrent_state(self, recurrent_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            return recurrent_states
+
+    return ModuleCache
 
 
 def _observed_attention(

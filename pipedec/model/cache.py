@@ -1,4 +1,4 @@
-"""The KV pool of one stage, and in its slots the two-level KV caches of requests.
+"""The KV pool of one stage, and in its slots the two-level caches of requests.
 
 The pool is allocated once. A cache holds accepted rows (the *past*), then speculative rows (the *tree*), in slots of
 the pool that it was given. In front of both may be a learned prompt (BiTA), which never changes and which only readers
@@ -11,7 +11,7 @@ that for all stages.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from pipedec.core.stage_message import SlotRuns
 from pipedec.device import to_device
 from pipedec.families import KVShape
+from pipedec.model.states import LaneStates, StatePool
 
 Reader = Callable[[int], tuple[Tensor, Tensor]]  # by layer: keys_KSD, values_KSD
 
@@ -27,7 +28,8 @@ class KVPool:
     """Keys and values of every layer of a stage for many requests, allocated once.
 
     Layers that cache keys and values of one shape share a tensor, a *plane*: [layers, 2, K, slots, D], or, if keys and values are
-    of different widths, one for the keys and one for the values, [layers, 1, K, slots, D]. Most models have one plane.
+    of different widths, one for the keys and one for the values, [layers, 1, K, slots, D]. Most models have one plane. Layers
+    with a recurrent state cache none.
 
     Args:
         layers: what each layer caches of a token.
@@ -35,6 +37,7 @@ class KVPool:
         block: slots that are handed out together.
         prompt: [L, 2, K, Q, D], keys and values of a learned prompt, for caches that are opened with it; or None. All layers
             must be of one shape, with keys and values of one width.
+        states: the memory of recurrent layers; None without such layers.
 
     Attributes:
         planes: with more slots for the learned prompt and for padding. They never move in memory.
@@ -47,11 +50,12 @@ class KVPool:
 
     def __init__(
         self, layers: Sequence[KVShape], dtype: torch.dtype, slots: int, block: int = 16, prompt: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", states: StatePool | None = None,
     ) -> None:  # fmt: skip
         if not 1 <= block <= slots:
             raise ValueError(f"a pool needs at least one block of at least one slot, not {slots} slots in blocks of {block}")
         self.block = block
+        self.states = states
         self.slots = slots // block * block
         num_prompt_tokens = 0 if prompt is None else prompt.shape[3]
         self.prompt_slots = range(self.slots, self.slots + num_prompt_tokens)
@@ -63,7 +67,7 @@ class KVPool:
             [] for _ in layers
         ]  # for keys and values: plane, and index into its first axes
         with torch.inference_mode(False):  # a tensor made in inference mode could only be written there
-            for shape in dict.fromkeys(layers):
+            for shape in dict.fromkeys(shape for shape in layers if shape.num_values):
                 members = [layer for layer, other in enumerate(layers) if other == shape]
                 same = shape.key_dim == shape.value_dim
                 for count, width in [(2, shape.key_dim)] if same else [(1, shape.key_dim), (1, shape.value_dim)]:
@@ -77,6 +81,10 @@ class KVPool:
         if prompt is not None:
             (plane,) = self.planes
             plane[:, :, :, self.slots : self.slots + num_prompt_tokens] = prompt
+
+    def has_room(self, rows: int) -> bool:
+        """Whether recurrent layers, if there are any, have memory for so many more rows in flight."""
+        return self.states is None or rows <= self.states.free[1]
 
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and all values of a layer, [K, slots, D] each."""
@@ -114,8 +122,10 @@ class KVPool:
         """A function that reads one or more ranges of slots in a layer: keys_KSD, values_KSD. A single range is not copied."""
         if len(ranges) == 1:
             views = [plane.narrow(3, ranges[0].start, len(ranges[0])).flatten(0, 1).unbind(0) for plane in self.planes]
-            by_layer = [[views[plane][index] for plane, index in places] for places in self._places]
-            return [(keys_KSD, values_KSD) for keys_KSD, values_KSD in by_layer].__getitem__
+            by_layer = {
+                layer: [views[plane][index] for plane, index in places] for layer, places in enumerate(self._places) if places
+            }
+            return {layer: (keys_KSD, values_KSD) for layer, (keys_KSD, values_KSD) in by_layer.items()}.__getitem__
 
         def joined(layer: int) -> tuple[Tensor, Tensor]:
             parts = (torch.cat([part[:, :, run.start : run.stop] for run in ranges], 2) for part in self._layers[layer])
@@ -131,11 +141,12 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        return sum(plane.nbytes for plane in self.planes)
+        return sum(plane.nbytes for plane in self.planes) + (0 if self.states is None else self.states.num_bytes)
 
 
 class KVCache:
-    """Keys and values of one request in every layer of a stage, in the slots of a pool that it was given.
+    """Keys and values of one request in every layer of a stage, in the slots of a pool that it was given, and the states of its
+    recurrent layers.
 
     Slots [0, past_length) hold the accepted rows in the order in which they were committed, the slots from there to ``length``
     the speculative rows in the order of entry. Committing the root therefore only moves the boundary, and attention sees both
@@ -149,19 +160,23 @@ class KVCache:
         cached: how many of them hold rows of others, which become the past.
         copied: slots of the pool, (first, number), from which the last of these rows are copied first.
         with_prompt: the pool's learned prompt precedes slot 0.
+        snapshot: number of the states after the cached rows; None without cached rows, or without recurrent layers.
 
     Attributes:
+        states: of the recurrent layers; None without such layers.
         prompt: the pool's slots of the learned prompt, Q or none.
         slots: number of rows that it can hold.
         length: number of rows in both levels.
 
     Raises:
         ValueError: there are fewer slots than cached rows, or slots are not in the pool or not whole blocks.
+        UserError: every state is in use.
     """
 
     def __init__(
-        self, pool: KVPool, slots: SlotRuns = (), cached: int = 0, copied: tuple[int, int] = (0, 0), with_prompt: bool = False
-    ) -> None:
+        self, pool: KVPool, slots: SlotRuns = (), cached: int = 0, copied: tuple[int, int] = (0, 0), with_prompt: bool = False,
+        snapshot: int | None = None,
+    ) -> None:  # fmt: skip
         self.pool = pool
         self.prompt = pool.prompt_slots if with_prompt else range(0)
         self.slots = 0
@@ -174,6 +189,7 @@ class KVCache:
         if count:
             pool.copy(range(first, first + count), self.ranges(cached - count, cached))
         self.past_length = self.length = cached
+        self.states = None if pool.states is None else LaneStates(pool.states, snapshot)
 
     @property
     def tree_length(self) -> int:
@@ -197,6 +213,13 @@ class KVCache:
     def reset(self) -> None:
         """Drop all rows; the slots stay."""
         self.past_length = self.length = 0
+        if self.states is not None:
+            self.states.reset()
+
+    def close(self) -> None:
+        """Give back the memory of recurrent layers. Slots are for the caller to assign again."""
+        if self.states is not None:
+            self.states.close()
 
     def ranges(self, first: int, stop: int) -> list[range]:
         """The pool's slots for slots ``first`` to ``stop`` − 1, run by run, at least one range. Raises ValueError for too few."""
@@ -222,8 +245,11 @@ class KVCache:
         block = self.pool.block
         return [first // block for run in self.ranges(0, slots) for first in range(run.start, run.stop, block)]
 
-    def append(self, rows: int, to_past: bool = False) -> None:
-        """Add ``rows`` written rows to the tree, or ``to_past`` if the tree is empty. Raises ValueError if that is impossible."""
+    def append(self, rows: int, to_past: bool = False, threads: Sequence[int] | None = None) -> None:
+        """Add ``rows`` written rows to the tree, or ``to_past`` if the tree is empty. Raises ValueError if that is impossible.
+
+        ``threads``: the decode thread of each; None if the answer has one.
+        """
         if rows < 0 or self.length + rows > self.slots:
             raise ValueError(f"{rows} rows cannot have been written: {self.length} of {self.slots} slots are used")
         if to_past and self.length > self.past_length:
@@ -231,12 +257,15 @@ class KVCache:
         self.length += rows
         if to_past:
             self.past_length = self.length
+        if self.states is not None:
+            self.states.append(threads)
 
-    def commit(self, committed: Tensor, kept: Tensor) -> None:
+    def commit(self, committed: Tensor, kept: Tensor, joining: Mapping[int, Sequence[int]] | None = None) -> None:
         """Commit tree rows to the past and prune those that are not kept (one copy over all layers).
 
         Args:
             committed, kept: int64 indices into the tree rows, in their new order, on the host.
+            joining: see ``LaneStates.commit``.
 
         Raises:
             ValueError: an index is outside the tree or occurs twice.
@@ -244,6 +273,8 @@ class KVCache:
         order, past, size = committed.tolist() + kept.tolist(), self.past_length, self.length - self.past_length
         if len(set(order)) != len(order) or (order and not 0 <= min(order) <= max(order) < size):
             raise ValueError(f"advance needs distinct indices below {size}, not {order}")
+        if self.states is not None:
+            self.states.commit(order[: len(committed)], order[len(committed) :], joining)
         self._gather(past, [past + row for row in order])
         self.past_length += committed.shape[0]
         self.length = past + len(order)

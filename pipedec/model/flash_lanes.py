@@ -23,7 +23,6 @@ from pipedec.device import to_device
 from pipedec.families import LayerShape
 from pipedec.model.attention import (
     AttentionPart,
-    LaneRows,
     LayersShape,
     Rectangles,
     attention_with_lse,
@@ -31,6 +30,7 @@ from pipedec.model.attention import (
     tree_attention,
 )
 from pipedec.model.cache import KVPool
+from pipedec.model.rows import LaneRows
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 
@@ -50,11 +50,11 @@ class FlashLaneAttention:
         with_past = [(lane, first) for lane, first in trees if lane.num_shared]
         self._chunks = PagedRows.of(chunks, [lane.cache.length + lane.num_tokens for lane, _ in chunks]) if chunks else None
         self._pasts = PagedRows.of(with_past, [lane.num_shared for lane, _ in with_past]) if with_past else None
-        groups = {layer.group for layer in shape.layers} if with_past else ()
+        groups = {layer.group for layer in shape.layers.values()} if with_past else ()
         self._trees = {group: TreeRows.of(with_past, group, shape.dtype) for group in groups}
         self._parts = [AttentionPart.of_masks(lane, first, shape) for lane, first in placed if lane.num_masks]
         self._parts += [AttentionPart.of_tokens(lane, first, shape) for lane, first in trees if not lane.num_shared]
-        reaches = [layer.reach for layer in shape.layers if layer.reach is not None]
+        reaches = [layer.reach for layer in shape.layers.values() if layer.reach is not None]
         self._in_reach = [AttentionPart.of_tokens(lane, first, shape) for lane, first in with_past] if reaches else []
         in_chunks = any(reach.is_chunk for reach in reaches)
         self._in_chunks = [AttentionPart.of_tokens(lane, first, shape) for lane, first in chunks] if in_chunks else []

@@ -1,14 +1,15 @@
 """Layers that are transformers' own modules, with pipedec's matrices, caches and attention.
 
 A stage keeps its own layers of the model; the others hand on what they get. The model computes as it always does, positions and
-rotary embeddings included, but where it would update its cache it writes to the pool, and it attends through ``Rows.attention``.
+rotary embeddings included, but where it would update its cache it writes to the pool, it attends through ``Rows.attention``, and
+recurrent layers compute through ``Rows.recurrence``.
 Shapes as in ``stage_model``.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
@@ -19,14 +20,25 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from transformers import AttentionInterface, Cache
+from transformers import AttentionInterface
+from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
 from pipedec.families.base import rope_type
-from pipedec.families.transformers import ATTENTION, TransformersConfig, skeleton, stated_config
+from pipedec.families.transformers import (
+    ATTENTION,
+    Place,
+    TransformersConfig,
+    is_recurrent,
+    module_cache,
+    replace_functions,
+    skeleton,
+    stated_config,
+)
 from pipedec.model.attention import LatentAttention, Rows
 from pipedec.model.matrices import Matrix, Products
+from pipedec.model.recurrent import Recurrence
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint, Target
 
@@ -58,6 +70,9 @@ class ModuleLayers(StageLayers):
         for module in stack.modules():
             if hasattr(module, "layer_idx"):
                 module.pipedec_attend = self._attend
+            if is_recurrent(module) and module.layer_idx in layers:
+                layer = module.layer_idx - layers.start
+                replace_functions(module, partial(_mix, layer), partial(_convolve, layer))
         for path, module in list(self._model.named_modules()):
             buffers = {name: buffer for name, buffer in module.named_buffers(recurse=False) if buffer.device.type != "meta"}
             for name, buffer in buffers.items():
@@ -71,7 +86,7 @@ class ModuleLayers(StageLayers):
         try:
             output = self._model(
                 inputs_embeds=hidden_RE[None], position_ids=rows.positions[None],
-                past_key_values=_PoolCache(partial(self._update, rows)), use_cache=True,
+                past_key_values=module_cache(partial(self._update, rows)), use_cache=True,
             )  # fmt: skip
         finally:
             _forward.reset(before)
@@ -153,14 +168,15 @@ class ModuleLayers(StageLayers):
                 self._fuse(path, checkpoint)
                 module = self._module(path)
             if isinstance(module, _Product):
-                whole = module.matrix.targets(module.index)[own]
-                targets[name] = whole if place.rows is None else whole[slice(*place.rows)]
+                targets[name] = _rows_of(module.matrix.targets(module.index)[own], place)
             elif module is self._embed and len(shape) == 2:
                 targets[name] = self._embedding_VE = self.table(checkpoint, tensors)
             else:
-                targets[name] = tensor = self.storage.empty(*shape)
-                is_buffer = own in dict(module.named_buffers(recurse=False))
-                setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+                if place.rows is None or getattr(module, own).is_meta:
+                    tensor = self.storage.empty(*getattr(module, own).shape)
+                    is_buffer = own in dict(module.named_buffers(recurse=False))
+                    setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
+                targets[name] = _rows_of(getattr(module, own).data, place)
         return targets
 
     def _fuse(self, path: str, checkpoint: Checkpoint) -> None:
@@ -247,6 +263,10 @@ class _Matrix:
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": self.bias.split(self._sizes)[index]}
 
 
+def _rows_of(whole: Target, place: Place) -> Target:
+    return whole if place.rows is None else whole[slice(*place.rows)]
+
+
 class _Product(nn.Module):
     """A linear map: one of those of a matrix."""
 
@@ -324,17 +344,6 @@ class _RowRotary(nn.Module):
         return values
 
 
-class _PoolCache(Cache):
-    """A cache that layers write to by ``update``."""
-
-    def __init__(self, update: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> None:
-        super().__init__(layers=[])
-        self._update = update
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._update(key_states, value_states, layer_idx)
-
-
 def _compute_norm_at_once(module: Any) -> None:
     """Let a root mean square norm in float32 compute by one function of torch, if that gives the same on random rows."""
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -346,6 +355,21 @@ def _compute_norm_at_once(module: Any) -> None:
         if torch.allclose(found, module(rows), rtol=1e-6, atol=1e-6):
             module.forward = partial(torch.rms_norm, normalized_shape=scale.shape, weight=scale, eps=eps)
             return
+
+
+def _convolve(
+    layer: int, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """The short convolution of a module with a recurrent state: [1, C, R] of inputs [1, C, R] and weights [C, W]."""
+    recurrence = cast(Recurrence, _forward.get().rows.recurrence)
+    out_RC = recurrence.convolve(layer, hidden_states[0].t(), weight, bias)
+    return (out_RC if activation is None else ACT2FN[activation](out_RC)).t()[None]
+
+
+def _mix(layer: int, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """The rule of a module with a recurrent state: [1, R, H, V]. The states remain in the pool."""
+    recurrence = cast(Recurrence, _forward.get().rows.recurrence)
+    return recurrence.mix(layer, query[0], key[0], value[0], g[0], beta[0])[None], value.new_empty(0)
 
 
 def _attention(

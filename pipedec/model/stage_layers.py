@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.families import ModelConfig, Shape
+from pipedec.families import LayerShape, ModelConfig, Shape
 from pipedec.formats import ROUNDED, Format
 from pipedec.model.attention import LayersShape, Rows
 from pipedec.model.formats import Widens, as_stored, stacked
@@ -76,7 +76,9 @@ class StageLayers(ABC):
         self.config, self.layers, self.storage = config, layers, storage
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_hidden_layers
-        self.shape = LayersShape(config.layers[layers.start : layers.stop], config.hidden_size, storage.dtype)
+        own = enumerate(config.layers[layers.start : layers.stop])
+        attention = {number: layer for number, layer in own if isinstance(layer, LayerShape)}
+        self.shape = LayersShape(attention, config.hidden_size, storage.dtype)
         self.products = Products()
         self.mask_embeddings: Tensor | None = None
 

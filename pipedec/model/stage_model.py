@@ -15,16 +15,22 @@ import torch
 from torch import Tensor
 
 from pipedec.core.errors import UserError
-from pipedec.families import DecoderConfig, ModelConfig, TransformersConfig, model_config
-from pipedec.model.attention import LaneAttention, LaneRows, RowAttention, Rows, slots_of
+from pipedec.core.limits import MAX_NUM_SEQS
+from pipedec.families import DecoderConfig, ModelConfig, StateCounts, TransformersConfig, model_config
+from pipedec.model.attention import LaneAttention, RowAttention, Rows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
+from pipedec.model.recurrent import LaneRecurrence
+from pipedec.model.rows import LaneRows, slots_of
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
+from pipedec.model.states import StatePool
 from pipedec.model.weights import Checkpoint
+
+_USUAL_STATES = StateCounts(MAX_NUM_SEQS, 16 * MAX_NUM_SEQS)  # in a pool whose size is not configured
 
 
 class StageModel:
@@ -98,11 +104,13 @@ class StageModel:
         self._bita = bita
         self.stack.mask_embeddings = bita.masks
 
-    def make_pool(self, slots: int, block: int = 16) -> KVPool:
-        """A pool for the caches of this stage's layers (see ``KVPool``)."""
+    def make_pool(self, slots: int, block: int = 16, states: StateCounts | None = None) -> KVPool:
+        """A pool for the caches of this stage's layers (see ``KVPool``). ``states``: what the pools of recurrent layers hold."""
         prompt = None if self._bita is None else self._bita.prompt
-        cached = [layer.cached for layer in self.stack.shape.layers]
-        return KVPool(cached, self.dtype, slots, block, prompt, self.device)
+        layers = self.config.layers[self.layers.start : self.layers.stop]
+        is_recurrent = len(self.stack.shape.layers) < len(layers)
+        memory = StatePool(layers, self.dtype, states or _USUAL_STATES, self.device) if is_recurrent else None
+        return KVPool([layer.cached for layer in layers], self.dtype, slots, block, prompt, self.device, memory)
 
     @torch.inference_mode()
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:
@@ -138,7 +146,8 @@ class StageModel:
         else:
             flash = self.flash
             attention: RowAttention = LaneAttention(lanes, shape) if flash is None else FlashLaneAttention(lanes, shape, flash)
-            hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention))
+            recurrence = None if pool.states is None else LaneRecurrence(lanes)
+            hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention, recurrence))
         for lane in lanes:
             lane.append()
         return hidden_RE
@@ -162,4 +171,4 @@ def _stack(config: ModelConfig, layers: range, storage: Storage) -> StageLayers:
 
 def _suits_flash(config: ModelConfig) -> bool:
     """Whether flash-attention can read the caches of all layers."""
-    return all(layer.latents is None and layer.key_dim == layer.value_dim for layer in config.layers)
+    return all(layer.latents is None and layer.key_dim == layer.value_dim for layer in config.attention_layers)

@@ -110,14 +110,16 @@ class ModelCosts:
         largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
         and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
         """
-        group = max(layer.group for layer in self.model.layers)
+        group = max(layer.group for layer in self.model.attention_layers)
         values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * max(self._cached)
         return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
 
     @cached_property
     def _activation_bytes(self) -> int:
         """With the keys and values that a layer computes from latents, of all slots."""
-        expanded = max(layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.layers)
+        expanded = max(
+            layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.attention_layers
+        )
         values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size + self._slots * expanded
         return values * self.weights.element_bytes
 

@@ -58,7 +58,7 @@ class RankBudget:
 
     @property
     def tokens(self) -> int:
-        return max(0, self.num_bytes) // self.token_bytes
+        return max(0, self.num_bytes) // max(self.token_bytes, 1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from msgspec.structs import replace
@@ -21,9 +21,10 @@ from torch import Tensor
 from pipedec.core.stage_message import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
 from pipedec.device import HOST, to_device, to_host
+from pipedec.families import StateCounts
 from pipedec.faults import RequestFaults
 from pipedec.model import FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
-from pipedec.threads import NewSequence
+from pipedec.threads import NewSequence, State
 from pipedec.topology import rank_name
 from pipedec.tree import Advance, ThreadChanges, forest_of, is_mask
 
@@ -52,10 +53,11 @@ class Lane:
 
     def __init__(self, opening: NewRequest, new_sequence: NewSequence, cache: KVCache, device: torch.device | str) -> None:
         self.cache = cache
-        self.forest = forest_of(new_sequence())
+        self.forest = forest_of(new_sequence(), tracks_paths=cache.states is not None)
         self._prompt_length = opening.prompt_length
         self._prefill_length = opening.prompt_length + len(opening.output_token_ids)
         self._has_masks = opening.tokens_per_mask > 0
+        self._snapshots = dict(opening.snapshots)  # by tokens of the past
         self._device = device
 
     def enter(self, step: Step) -> LaneRows:
@@ -70,17 +72,33 @@ class Lane:
             return LaneRows(positions, self.cache, None, self._prompt_length, num_masks)
         rows = self.forest.append(step.token_ids, step.parents, step.threads)
         positions, visibility = to_device(self.forest.positions_of(rows), self._device), self.forest.visibility(rows)
-        return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks)
+        threads = None if self.forest.threads is None else self.forest.threads[rows].tolist()
+        return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks, threads=threads)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
         """Replay a verdict: commit and prune forest and cache. Returns the changes of rows and threads; None without tokens."""
         if not verdict.tokens:
             return None
         advance, changes, past = self.forest.replay(verdict)
-        self.cache.commit(advance.committed, advance.kept)
+        self._commit(advance, changes)
         if past is not None:
             self.cache.release(past)
         return advance, changes
+
+    def _commit(self, advance: Advance, changes: ThreadChanges) -> None:
+        """Commit and prune rows of the cache, and follow threads with recurrent states."""
+        if (states := self.cache.states) is None or self.forest.threads is None:
+            self.cache.commit(advance.committed, advance.kept)
+            return
+        for start in changes.starts:
+            states.fork(start.thread, cast(int, self.forest.sequence.threads[start.thread].parent))
+        self.cache.commit(advance.committed, advance.kept, advance.joining)
+        states.end(thread.number for thread in self.forest.sequence.threads if thread.state is State.ENDED)
+
+    def save_snapshot(self) -> None:
+        """Keep the states of recurrent layers for other requests, if the past has reached a place where rank 0 wants that."""
+        if (place := self._snapshots.get(self.cache.past_length)) is not None and self.cache.states is not None:
+            self.cache.states.save(place)
 
     def pruned(self, waiting: Step, advance: Advance) -> Step | None:
         """Prune rows that wait to be sent with their activations, and renumber parents; None if no row is left.
@@ -107,6 +125,7 @@ class StageWorker:
         new_sequence: makes, for the opening of a request, the function that makes sequences of its answer.
         stage: its number, which is reported if a request fails here.
         slots, block: of the KV pool (see ``KVPool``). The caller assigns slots to requests.
+        states: what the pools of recurrent layers hold; None for a usual number. The caller counts those in use.
 
     Attributes:
         rows: how many were computed.
@@ -115,10 +134,10 @@ class StageWorker:
 
     def __init__(
         self, model: StageModel, new_sequence: Callable[[NewRequest], NewSequence], device: torch.device | str = "cpu", *,
-        slots: int, block: int = 16, stage: int = 1,
+        slots: int, block: int = 16, stage: int = 1, states: StateCounts | None = None,
     ) -> None:  # fmt: skip
         self._model, self._new_sequence, self._device, self._stage = model, new_sequence, device, stage
-        self._pool = model.make_pool(slots, block)
+        self._pool = model.make_pool(slots, block, states)
         self._lanes: dict[int, Lane] = {}
         self._faults = RequestFaults(rank_name(stage), self._drop)
         self.rows = 0
@@ -145,8 +164,8 @@ class StageWorker:
     def reset(self) -> None:
         """Drop all lanes and their claims on the pool: requests are sent again with all their rows."""
         self._faults.pop_failures()
-        self.pruned_rows += sum(lane.forest.num_rows for lane in self._lanes.values())
-        self._lanes.clear()
+        for number in list(self._lanes):
+            self._drop(number)
 
     def replay(self, updates: Iterable[RequestUpdate], waiting: StageMessage = EMPTY) -> StageMessage:
         """Apply everything in updates except their rows: verdicts, openings and slots.
@@ -216,6 +235,8 @@ class StageWorker:
         inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in entering])
         inputs = to_device(inputs, self._device)
         hidden_RE = self._model.forward(inputs, lanes)
+        for number in numbers:
+            self._lanes[number].save_snapshot()
         if not (is_finite := known_finite(hidden_RE)):
             hidden_RE = marked(inputs, hidden_RE, self._stage)
         return dict(zip(numbers, hidden_RE.split([rows.num_rows for rows in lanes]), strict=True)), is_finite
@@ -224,6 +245,7 @@ class StageWorker:
         """Drop the lane of a request that has failed."""
         if (lane := self._lanes.pop(number, None)) is not None:
             self.pruned_rows += lane.forest.num_rows
+            lane.cache.close()
 
     def _replay(self, update: RequestUpdate, unsent: dict[int, RequestUpdate]) -> None:
         """Apply an update except its rows (see ``replay``), also to the request's unsent rows."""
@@ -232,7 +254,8 @@ class StageWorker:
             if number in self._lanes:
                 raise ValueError(f"request {number} is open already")
             has_masks = opening.tokens_per_mask > 0
-            cache = KVCache(self._pool, opening.slots, opening.cached, opening.copied, with_prompt=has_masks)
+            slots = opening.slots, opening.cached, opening.copied
+            cache = KVCache(self._pool, *slots, with_prompt=has_masks, snapshot=opening.snapshot)
             self._lanes[number] = self._new_lane(number, opening, cache)
         if update.verdict is not None:
             self._sync(number, update.verdict, unsent)
@@ -260,8 +283,7 @@ class StageWorker:
             if (update := unsent.get(number)) is not None and update.step is not None:
                 unsent[number] = replace(update, step=lane.pruned(update.step, advance))
         if verdict.finished is not None:
-            self.pruned_rows += lane.forest.num_rows
-            del self._lanes[number]
+            self._drop(number)
 
     def _reply(
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool

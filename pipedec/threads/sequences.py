@@ -90,7 +90,13 @@ class Sequences:
 
     def _bind(self, dialect: str) -> BoundDialect:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
-        return bind(Dialect.from_json(dialect), self._token_id, lambda token: text_of([token]))
+        bound = bind(Dialect.from_json(dialect), self._token_id, lambda token: text_of([token]))
+        if bound.join is not None and self._config.is_recurrent:
+            raise UserError(
+                f"dialect {bound.dialect.name} joins threads, which attend to each other's tokens from there on, but some layers "
+                f"of {self._config.model_type} keep a state of one thread: use a dialect without joins, such as apar"
+            )
+        return bound
 
     def _token_id(self, text: str) -> int | None:
         """None for a token that the tokenizer or the model lacks."""

@@ -109,7 +109,10 @@ def train_bita(
     target = load_transformers(target_path, run.torch_dtype, run.device).requires_grad_(False)
     answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
     samples = usable(answered, recipe.max_length)
-    longest, windows = samples.longest + recipe.masks, [layer.reach.size for layer in config.layers if layer.reach is not None]
+    longest, windows = (
+        samples.longest + recipe.masks,
+        [layer.reach.size for layer in config.attention_layers if layer.reach is not None],
+    )
     if windows and min(windows) < longest:
         raise UserError(
             f"the target's attention window has {min(windows)} tokens, but samples with masks have {longest}: "

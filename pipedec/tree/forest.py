@@ -11,7 +11,7 @@ entry; R rows that enter; P slots of the past after the prompt; T threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -243,12 +243,18 @@ class Forest:
 
 
 class ThreadedForest(Forest):
-    """The trees of an answer that may fork, one for every thread. The tree of an ended thread may keep its root."""
+    """The trees of an answer that may fork, one for every thread. The tree of an ended thread may keep its root.
+
+    Args:
+        tracks_paths: say which rows join the past of each thread (``Advance.joining``), as recurrent layers need. Threads must
+            not join others.
+    """
 
     threads: Tensor
 
-    def __init__(self, sequence: Sequence) -> None:
+    def __init__(self, sequence: Sequence, tracks_paths: bool = False) -> None:
         super().__init__(sequence)
+        self._num_past: dict[int, int] | None = {0: 0} if tracks_paths else None  # by thread: tokens that its past has gained
         self.threads = torch.zeros(0, dtype=torch.int64)
         self._past_labels = PastLabels(sequence)
         self._past_tokens = {0: 0}  # by thread: number of tokens that have moved from its tree to the past
@@ -325,7 +331,9 @@ class ThreadedForest(Forest):
         changes = apply_verdict(self.sequence, verdict)
         token_ids = self.token_ids
         is_kept = torch.ones_like(self.threads, dtype=torch.bool)
+        rows_of = {(number, self._past_tokens[number]): int(own[0]) for number, own in self._rows.items()}
         committed = [self._accept(number, tokens, is_kept) for number, tokens in changes.accepted.items()]
+        joining = self._joining(rows_of, dict(zip(changes.accepted, committed, strict=True)))
         for number, remaining in changes.remaining.items():
             self._reduce(number, remaining, is_kept)
         if changes.affects_threads:  # the last tokens of ended threads go if no later token attends to them
@@ -340,9 +348,39 @@ class ThreadedForest(Forest):
         if changes.starts:
             self._past_labels.threads_changed()
         rows = torch.cat([self.threads[:0], *committed])
-        advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False)
+        advance = Advance(rows, token_ids[rows], torch.nonzero(is_kept)[:, 0], len(is_kept), hit=False, joining=joining)
         self._set_threads(self.threads[is_kept])
         return advance, changes, self._past_labels.forget_unneeded() if changes.affects_threads else None
+
+    def _joining(self, rows_of: dict[tuple[int, int], int], committed: Mapping[int, Tensor]) -> dict[int, list[int]] | None:
+        """``Advance.joining``. A thread's past has the tokens that it attends to up to the last committed one.
+
+        Args:
+            rows_of: the rows of roots before the verdict, by thread and token index.
+        """
+        if self._num_past is None:
+            return None
+        for number, rows in committed.items():
+            first = self._past_tokens[number] - len(rows)
+            rows_of |= {(number, first + index): row for index, row in enumerate(rows.tolist())}
+        left = {row for rows in committed.values() for row in rows.tolist()}
+        joining: dict[int, list[int]] = {}
+        for thread in self.sequence.threads:
+            if thread.state is State.ENDED:
+                continue
+            if thread.number not in self._num_past:
+                assert thread.parent is not None
+                self._num_past[thread.number] = self._num_past[thread.parent] - len(joining.get(thread.parent, ()))
+            path, position, known = list[int](), 0, self._num_past[thread.number]
+            for other, count in (*thread.context(), (thread.number, thread.num_tokens)):
+                path += [rows_of[token] for index in range(max(known - position, 0), count)
+                         if (token := (other, index)) in rows_of]  # fmt: skip
+                position += count
+            while path and path[-1] not in left:
+                path.pop()
+            joining[thread.number] = path
+            self._num_past[thread.number] += len(path)
+        return joining
 
     def _accept(self, number: int, tokens: tuple[int, ...], is_kept: Tensor) -> Tensor:
         """Advance one tree; returns the rows that are committed."""
@@ -372,6 +410,6 @@ class ThreadedForest(Forest):
             is_kept[own] = False
 
 
-def forest_of(sequence: Sequence) -> Forest:
-    """A new forest of the kind that the answer needs."""
-    return ThreadedForest(sequence) if sequence.can_fork else Forest(sequence)
+def forest_of(sequence: Sequence, tracks_paths: bool = False) -> Forest:
+    """A new forest of the kind that the answer needs. ``tracks_paths``: see ``ThreadedForest``."""
+    return ThreadedForest(sequence, tracks_paths) if sequence.can_fork else Forest(sequence)

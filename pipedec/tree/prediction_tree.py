@@ -8,7 +8,7 @@ Shapes: N rows in the tree (in order of entry, root first), R rows that enter, F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,6 +47,8 @@ class Advance:
         kept: int64, rows that remain, in order: the subtree of the last accepted token, its root first.
         num_rows: N before the verdict.
         hit: whether the last accepted token was in the tree, so that its row is computed or in flight.
+        joining: by decode thread that has not ended, the rows that its past gains, each the parent of the next; None for an
+            answer in one thread, or unless paths are tracked (see ``ThreadedForest``).
     """
 
     committed: Tensor
@@ -54,6 +56,7 @@ class Advance:
     kept: Tensor
     num_rows: int
     hit: bool
+    joining: Mapping[int, Sequence[int]] | None = None
 
     def renumber(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """For ``rows``, int64 [R] on the host: which are kept, bool [R], and the new indices of those, int64."""

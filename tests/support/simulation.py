@@ -112,10 +112,13 @@ class KnowingDrafter(IdleDrafter):
 
 
 class Stage:
-    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it."""
+    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it. At each place for
+    states, the digest of the tokens that they are of.
+    """
 
     def __init__(self) -> None:
         self.memory: dict[int, int] = {}
+        self.states: dict[int, int] = {}
         self.lanes: dict[int, Lane] = {}
 
     def check(self) -> None:
@@ -155,6 +158,8 @@ class Lane:
         for index in range(opening.copied[1]):
             target = self.slots[opening.cached - opening.copied[1] + index]
             stage.memory[target] = stage.memory[opening.copied[0] + index]
+        self._snapshots = dict(opening.snapshots)
+        assert opening.snapshot is None or stage.states[opening.snapshot] == self._digest
 
     def extend(self, slots: SlotRuns) -> None:
         self.slots += [slot for start, count in slots for slot in range(start, start + count)]
@@ -186,9 +191,17 @@ class Lane:
         self._write_rows(rows - len(chunk))
         self.arrivals.insert(0, is_last)
         assert len(self.past) > first
+        assert not any(first < tokens < len(self.past) for tokens in self._snapshots), "chunks end where states are kept"
+        if (place := self._snapshots.get(len(self.past))) is not None:
+            self._stage.states[place] = self._digest
+
+    @property
+    def _digest(self) -> int:
+        """That of all its past."""
+        return self._stage.memory[self.slots[len(self.past) - 1]] if self.past else 0
 
     def _commit(self, tokens: list[int]) -> None:
-        memory, digest = self._stage.memory, self._stage.memory[self.slots[len(self.past) - 1]] if self.past else 0
+        memory, digest = self._stage.memory, self._digest
         for token in tokens:
             digest = memory[self.slots[len(self.past)]] = hash((digest, token))
             self.past.append(token)
@@ -378,6 +391,8 @@ class Simulation:
                 assert number not in self.stage.lanes and all(number != closing for _, closing, _ in self._closing)
                 self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, one.rule, update.opening)
                 self.cached += update.opening.cached
+                if self.kv is not None and self.kv.snapshots is not None:
+                    assert (update.opening.snapshot is None) == (update.opening.cached == 0)
             if number in self.stage.lanes:
                 self.stage.lanes[number].extend(update.slots)
         for number, lane in self.stage.lanes.items():
