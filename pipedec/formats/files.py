@@ -60,7 +60,7 @@ class TensorFiles:
         if self.gguf is not None:
             file = self.gguf.file
             self._add(
-                StoredTensor(name, file, place.type, place.shape, place.offset, place.num_bytes)
+                StoredTensor(name, file, place.read_type, place.shape, place.offset, place.num_bytes)
                 for name, place in self.gguf.tensors.items()
             )
         elif (self.directory / SINGLE_FILE).exists():
