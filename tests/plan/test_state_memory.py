@@ -75,7 +75,7 @@ def test_all_ranks_count_the_same_by_settings_and_configs() -> None:
     )
     assert state_counts(spec("qwen3-0.6b", layers=(14, 14))) == NO_STATES
     drafted = spec("qwen3-0.6b", "hybrid", (14, 14), state_memory=4 * 6 * STATE)
-    assert state_counts(drafted) == NO_STATES and draft_state_counts(drafted) == StateCounts(2, 2 + TREE_ROWS * 3, 2)
+    assert state_counts(drafted) == NO_STATES and draft_state_counts(drafted) == StateCounts(4, 4 + TREE_ROWS * 3)
     with pytest.raises(UserError, match="give a larger --state-memory"):
         state_counts(spec(state_memory=1000))
 
@@ -84,12 +84,12 @@ def test_bytes_are_counted_layer_by_layer() -> None:
     counts = StateCounts(5, 40, 7)
     bare = ModelCosts(HYBRID, WeightFormat("float32"), rows=4, max_model_len=64, passage=2)
     costs = replace(bare, states=counts)
-    recurrent = 13 * STATE + 41 * STASH  # with a spare of each
+    recurrent = 14 * STATE + 42 * STASH  # two of each belong to no request
     assert costs.state_pool_bytes(range(1)) == recurrent and costs.state_pool_bytes(range(3, 4)) == 0
     assert costs.state_pool_bytes(range(2, 6)) == 3 * recurrent and costs.state_bytes(range(8)) == 6 * STATE
     assert costs.token_bytes(range(3)) == costs.kv_bytes(range(3)) == 0, "recurrent layers keep nothing of a token"
     more = [one - without for one, without in zip(costs.layer_bytes(), bare.layer_bytes(), strict=True)]
-    assert more == [recurrent - STATE - STASH] * 3 + [0] + [recurrent - STATE - STASH] * 3 + [0]
+    assert more == [recurrent - 2 * (STATE + STASH)] * 3 + [0] + [recurrent - 2 * (STATE + STASH)] * 3 + [0]
 
 
 def test_a_pass_reads_and_writes_the_state_of_a_request() -> None:
@@ -126,7 +126,7 @@ def test_a_plan_counts_states_beside_keys_and_values() -> None:
     for stage, other in zip(made.stages, more.stages, strict=True):
         recurrent = sum(layer % 4 != 3 for layer in stage.layers)
         state, stash = 4 * 48 * 128 * 128 + 10240 * 3 * 2, 4 * (16 * 128 + 48 * 129) + 10240 * 2
-        assert stage.state_pool_bytes == recurrent * (12 * state + 262 * stash) and stage.fits
+        assert stage.state_pool_bytes == recurrent * (13 * state + 263 * stash) and stage.fits
         assert stage.total_bytes == stage.fixed_bytes + stage.kv_bytes <= stage.memory_bytes
         assert other.state_pool_bytes > stage.state_pool_bytes
     assert more.kv.tokens < made.kv.tokens and made.draft is not None and made.draft.state_pool_bytes == 0
