@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bita_files import save_random_bita
 from support.captures import Compiled, Frozen, Repeated
-from support.checkpoints import save_tiny
+from support.checkpoints import HYBRID, save_tiny
 from support.examples import examples
 from support.kv_caches import read_cache
 from support.random_requests import Requests
@@ -36,10 +36,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("llama", {"max_position_embeddings": 16, "rope_parameters": {
         "rope_theta": 1000.0, "rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}}),
-}  # fmt: skip
-HYBRID = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8,
 }  # fmt: skip
 FIRST, MIDDLE, LAST, WHOLE = range(0, 1), range(1, 3), range(3, 4), range(0, 4)
 

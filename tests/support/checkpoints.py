@@ -34,6 +34,10 @@ FAMILIES = {
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
+HYBRID: dict[str, Any] = {  # of qwen3_5_text, with four layers
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8,
+}  # fmt: skip
 
 
 def save_tiny(
