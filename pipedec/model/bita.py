@@ -97,11 +97,18 @@ def load_markov(directory: Path, config: ModelConfig) -> MarkovTable | None:
         return MarkovTable.of({name: slices[name][:] for name in names}) if names else None
 
 
+def check_attention(config: ModelConfig, advice: str) -> None:
+    """Raises UserError, which ends with ``advice``, for a target with layers that no mask and no learned prompt can enter."""
+    if config.is_recurrent:
+        raise UserError(f"a BiTA needs attention in all layers: some of {config.model_type} keep a recurrent state: {advice}")
+
+
 @contextmanager
 def _checked_tensors(directory: Path, config: ModelConfig) -> Iterator[dict[str, Any]]:
     """Slices of the tensors by name, of the right shapes."""
     path = directory / SINGLE_FILE
     bita = BitaConfig.from_directory(directory)
+    check_attention(config, "use --bita none")
     cached = {layer.cached for layer in config.layers}
     if len(cached) > 1 or any(one.key_dim != one.value_dim for one in cached):
         raise UserError(

@@ -131,7 +131,8 @@ def _weights(asking: Tensor, keys_NJK: Tensor, decays_RHG: Tensor, decays_NHG: T
         asking.split(at_once, 1), decays_RHG.split(at_once), seen_RN.split(at_once), strict=True
     ):
         between = (decays_PHG[:, None] - decays_NHG).masked_fill(~seen_PN[:, :, None, None], -torch.inf).exp()
-        found.append(torch.einsum("aphk,nhk,pnhk->ahpn", part, keys_NJK, between))
+        grouped = between.unflatten(2, (asking.shape[2], -1))  # heads by the key head that serves them
+        found.append(torch.einsum("apjk,njk,pnjik->ajipn", part, keys_NJK, grouped).flatten(1, 2))
     return torch.cat(found, 2)
 
 

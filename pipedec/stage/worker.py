@@ -58,6 +58,7 @@ class Lane:
         self._prefill_length = opening.prompt_length + len(opening.output_token_ids)
         self._has_masks = opening.tokens_per_mask > 0
         self._snapshots = dict(opening.snapshots)  # by tokens of the past
+        self._awaited: set[int] = set()  # ended threads whose last tokens have yet to enter
         self._device = device
 
     def enter(self, step: Step) -> LaneRows:
@@ -73,6 +74,7 @@ class Lane:
         rows = self.forest.append(step.token_ids, step.parents, step.threads)
         positions, visibility = to_device(self.forest.positions_of(rows), self._device), self.forest.visibility(rows)
         threads = None if self.forest.threads is None else self.forest.threads[rows].tolist()
+        self._awaited.difference_update(threads or ())
         return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks, threads=threads)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
@@ -93,7 +95,9 @@ class Lane:
         for start in changes.starts:
             states.fork(start.thread, cast(int, self.forest.sequence.threads[start.thread].parent))
         self.cache.commit(advance.committed, advance.kept, advance.joining)
-        states.end(thread.number for thread in self.forest.sequence.threads if thread.state is State.ENDED)
+        self._awaited |= {number for number in changes.last if not self.forest.trees[number].num_rows}
+        ended = {thread.number for thread in self.forest.sequence.threads if thread.state is State.ENDED}
+        states.end(ended - self._awaited)
 
     def save_snapshot(self) -> None:
         """Keep the states of recurrent layers for other requests, if the past has reached a place where rank 0 wants that."""

@@ -22,7 +22,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.values import check_fields
 from pipedec.families import model_config
 from pipedec.flags import Help
-from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, checked_bita
+from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, check_attention, checked_bita
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.markov import MarkovHead, markov_bias
 from pipedec.train.mask_rows import (
@@ -103,6 +103,7 @@ def train_bita(
     """
     torch.set_num_threads(run.threads)
     config, name = model_config(target_path), fingerprint(target_path)
+    check_attention(config, "choose another target")
     earlier = None if start is None else _earlier(start, target_path)
     if earlier is not None:
         recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})

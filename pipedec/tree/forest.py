@@ -353,7 +353,8 @@ class ThreadedForest(Forest):
         return advance, changes, self._past_labels.forget_unneeded() if changes.affects_threads else None
 
     def _joining(self, rows_of: dict[tuple[int, int], int], committed: Mapping[int, Tensor]) -> dict[int, list[int]] | None:
-        """``Advance.joining``. A thread's past has the tokens that it attends to up to the last committed one.
+        """``Advance.joining``. A thread's past has the tokens that it attends to up to the last committed one. One that ends may
+        have a last token in flight, or yet to enter, which follows this past.
 
         Args:
             rows_of: the rows of roots before the verdict, by thread and token index.
@@ -366,7 +367,7 @@ class ThreadedForest(Forest):
         left = {row for rows in committed.values() for row in rows.tolist()}
         joining: dict[int, list[int]] = {}
         for thread in self.sequence.threads:
-            if thread.state is State.ENDED:
+            if thread.state is State.ENDED and thread.number not in committed:
                 continue
             if thread.number not in self._num_past:
                 assert thread.parent is not None

@@ -47,8 +47,8 @@ class Advance:
         kept: int64, rows that remain, in order: the subtree of the last accepted token, its root first.
         num_rows: N before the verdict.
         hit: whether the last accepted token was in the tree, so that its row is computed or in flight.
-        joining: by decode thread that has not ended, the rows that its past gains, each the parent of the next; None for an
-            answer in one thread, or unless paths are tracked (see ``ThreadedForest``).
+        joining: by decode thread that had not ended before, the rows that its past gains, each the parent of the next; None for
+            an answer in one thread, or unless paths are tracked (see ``ThreadedForest``).
     """
 
     committed: Tensor

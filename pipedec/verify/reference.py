@@ -1,7 +1,8 @@
 """Compares a pipeline's answer with the one that the target generates in ``transformers``, token by token.
 
 The reference for answers in decode threads is a separate forward pass for every token, over exactly the tokens it sees: no cache,
-no tree and no pipeline, only an explicit mask and positions.
+no tree and no pipeline, only an explicit mask and positions. Recurrent layers take no such mask; with them a token sees a chain,
+for which a causal mask is the same.
 
 Shapes: T tokens that a row sees (the prompt and the row's own token included), V vocabulary.
 """
@@ -23,6 +24,7 @@ from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
 from pipedec.families.multimodal import auto_class, text_config
+from pipedec.families.transformers import is_recurrent
 from pipedec.formats import ALL_PLAIN, PLAIN
 from pipedec.gguf import model_files
 from pipedec.model import Checkpoint, Target, WidenedMatrix, rounded
@@ -131,6 +133,10 @@ def naive_threads(
 ) -> None:
     """Decode the target's answer with all the threads that it opens, one token of one thread at a time.
 
+    A model with recurrent layers gets the tokens that a thread sees as a plain text: those of its parent up to where it was
+    opened, and its own. Each of them sees all before it there, so a causal mask is the same as the explicit one. This holds for
+    dialects without joins.
+
     Args:
         model: in evaluation mode. A sliding window, if it has one, is not applied.
         sequence: a new sequence, to which the answer is added. It decides when the answer ends; ``max_tokens``,
@@ -156,10 +162,15 @@ def _next_token(
     visible = [(number, index) for number, count in parts for index in range(count)]
     answer = [sequence.threads[number].token_ids[index] for number, index in visible]
     positions = [sequence.threads[number].positions[index] for number, index in visible]
+    token_ids = torch.tensor([[*prompt, *answer]], device=device)
+    if any(map(is_recurrent, model.modules())):
+        mask = torch.ones_like(token_ids)
+    else:
+        mask = _attention_bias(sequence, visible).to(device, model.dtype)[None, None]
     logits_TV = model(
-        input_ids=torch.tensor([[*prompt, *answer]], device=device),
+        input_ids=token_ids,
         position_ids=torch.tensor([[*range(len(prompt)), *positions]], device=device),
-        attention_mask=_attention_bias(sequence, visible).to(device, model.dtype)[None, None],
+        attention_mask=mask,
         use_cache=False,
     ).logits[0]
 

@@ -13,7 +13,7 @@ import transformers
 
 from architectures.answers import METHODS, PROMPTS, SAMPLINGS, STAGES
 from architectures.zoo import architectures
-from pipedec.families import LayerShape, TransformersConfig
+from pipedec.families import Layer, LayerShape, RecurrentShape, TransformersConfig
 from pipedec.families.transformers import UNSUPPORTED
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "results" / "architectures.md"
@@ -38,14 +38,17 @@ class Row:
 
 
 def described(config: TransformersConfig) -> str:
-    """The attention of its layers."""
+    """The attention of its layers, and what other layers they have."""
     parts = dict.fromkeys(part for layer in config.layers for part in _parts(layer))
-    if len({layer.cached for layer in config.layers}) > 1:
+    if len({layer.cached for layer in config.layers if isinstance(layer, LayerShape)}) > 1:
         parts["caches of several shapes"] = None
     return ", ".join(parts) or "plain"
 
 
-def _parts(layer: LayerShape) -> Iterable[str]:
+def _parts(layer: Layer) -> Iterable[str]:
+    if isinstance(layer, RecurrentShape):
+        yield "recurrent (Kimi delta attention)" if layer.num_decays > 1 else "recurrent (gated delta rule)"
+        return
     if layer.reach is not None:
         yield "chunks" if layer.reach.is_chunk else "windows"
     if layer.softcap is not None:

@@ -22,12 +22,23 @@ _LATENTS = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
+_RECURRENT = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]}
+_DELTA_HEADS = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_KIMI_HEADS = {"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["dense"] * LAYERS}
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # What the sizes above do not fit, or what an architecture has besides its usual form.
 _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},  # as in its largest dense model
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
+    "qwen3_5_text": _RECURRENT | _DELTA_HEADS,
+    "qwen3_next": _RECURRENT | _DELTA_HEADS | {"num_experts": 0, "mlp_only_layers": list(range(LAYERS))},
+    "olmo_hybrid": _RECURRENT | _DELTA_HEADS | {"linear_num_key_heads": 4},
+    "kimi_linear": _RECURRENT | _KIMI_HEADS,
+    "bailing_hybrid": _RECURRENT | _KIMI_HEADS,
 }
 _TOWER = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,

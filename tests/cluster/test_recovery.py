@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from architectures.zoo import save_model
 from msgspec import structs
 from support.clusters import client_of, read_all, read_until, status_of
 from support.lasting_server import LastingServer
@@ -24,15 +25,17 @@ from support.prepared_ranks import PreparedRanks
 from support.processes import redis_of, wait_until
 from support.thread_models import ThreadModels
 from support.thread_requests import thread_request
-from support.tiny_pair import SENTENCES, Pair
+from support.tiny_pair import CONTEXT, SENTENCES, Pair, tiny_tokenizer
 
 from pipedec.client.reply import Reply
 from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster
+from pipedec.config import Settings
 from pipedec.config.redis import RedisConfig
 from pipedec.core.completion import Completion
 from pipedec.core.errors import RankLost
 from pipedec.core.sampling import SamplingParams
+from pipedec.engine.build import resolve
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.stats import Recovery
 from pipedec.scheduler import ClientScheduler, connect
@@ -232,6 +235,24 @@ def test_answers_survive_a_killed_rank_under_single_tasks(pair: Pair, alone: Cal
         asked = Asked(cluster, 1)
         os.kill(cluster.pids[rank], signal.SIGKILL)
         assert asked.answers() == [alone(kind) for kind in asked.kinds]
+
+
+@pytest.mark.slow
+@LEAVES_NOTHING
+@pytest.mark.failure_case("S1")
+def test_answers_with_recurrent_layers_survive_a_killed_rank(pair: Pair, tmp_path: Path) -> None:
+    """Lanes are opened anew, and their states are computed again."""
+    tokenizer = tiny_tokenizer()
+    save_model("qwen3_5_text", tmp_path, vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
+    tokenizer.save_pretrained(tmp_path)
+    requests = {kind: KINDS[kind] for kind in ("greedy", "penalized", "drawn")}
+    given = {"draft_dtype": "float32", "device": "cpu", "priors": False}
+    with LocalCluster(resolve(Settings.of(target=tmp_path, draft=pair.draft, stages=2, **given))) as cluster:
+        undisturbed = {kind: facts(client_of(cluster).ask(request)) for kind, request in requests.items()}
+        asked = Asked(cluster, 3, requests)
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        assert asked.answers() == [undisturbed[kind] for kind in asked.kinds]
+        assert recovered(cluster, 1).lost == (1,)
 
 
 @pytest.fixture(scope="module")

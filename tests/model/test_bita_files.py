@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from architectures.zoo import save_model
 from safetensors.torch import load_file, save_file
 from support.bita_files import save_random_bita
 from support.checkpoints import save_tiny_llama
@@ -149,3 +150,11 @@ def change_tensors(directory: Path, change: Callable[[dict[str, Tensor]], object
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors")
+
+
+def test_a_target_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    save_model("qwen3_5_text", tmp_path / "target")
+    save_random_bita(tmp_path / "bita", tmp_path / "target")
+    assert refused(tmp_path / "bita", tmp_path / "target") == (
+        "a BiTA needs attention in all layers: some of qwen3_5_text keep a recurrent state: use --bita none"
+    )

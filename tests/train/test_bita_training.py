@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from architectures.zoo import save_model
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.checkpoints import save_tiny
@@ -309,3 +310,9 @@ def test_unfit_prompts_and_targets_are_told(pair: Pair, tokenizer: Any, prompts:
     windowed = replace(pair, target=tmp_path / "windowed")
     with pytest.raises(UserError, match="window has 8 tokens"):
         train(windowed, prompts, tmp_path, tmp_path / "w2")
+
+
+def test_a_target_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    save_model("qwen3_5_text", tmp_path / "target")
+    with pytest.raises(UserError, match=r"^a BiTA needs attention in all layers: [^\n]*: choose another target$"):
+        train_bita(tmp_path / "target", {}, RECIPE, Run(tmp_path / "out", tmp_path / "work", threads=1))
