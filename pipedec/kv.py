@@ -9,6 +9,10 @@ root to a block is a prefix of some request. Running requests use whole paths. T
 tokens until the memory is needed. Then the least recently used block goes first, but none before its children. Only requests that
 have ended leave blocks that are not full; these have no children.
 
+Keys and values of a prefix can be adopted up to any token. Recurrent layers have states instead, each of one position. So with
+such layers a prefix can be adopted only up to the end of a known block after which a *snapshot* of the states is kept. All stages
+use the same places for snapshots too.
+
 Plain Python; knows no tensor, no stage and no method.
 """
 
@@ -101,15 +105,70 @@ class KnownBlock:
     used_at: int = -1
 
 
+class Snapshots:
+    """The places for snapshots of the states of recurrent layers, 0 to ``total`` − 1.
+
+    A place is free, or promised to a running request, or it has the states after a known block. These are dropped with the block,
+    or before, when the place is needed: then the least recently used ones go first.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._free = list(reversed(range(total)))
+        self._places: dict[KnownBlock, int] = {}  # the least recently used one first
+
+    def deepest(self, path: Sequence[KnownBlock]) -> int:
+        """The number of blocks up to the last one of ``path`` with a snapshot; 0 if there is none."""
+        return next((number for number in range(len(path), 0, -1) if path[number - 1] in self._places), 0)
+
+    def use(self, known: KnownBlock) -> int | None:
+        """The place of the snapshot after ``known``, which becomes the most recently used one; None if there is none."""
+        place = self._places.pop(known, None)
+        if place is not None:
+            self._places[known] = place
+        return place
+
+    def take(self, adopted: int | None) -> int | None:
+        """Take a place, if necessary that of the least recently used snapshot, but not ``adopted``. None if there is no other."""
+        if not self._free:
+            known = next((known for known, place in self._places.items() if place != adopted), None)
+            if known is None:
+                return None
+            self.drop(known)
+        return self._free.pop()
+
+    def give(self, place: int) -> None:
+        """Free a place that was taken."""
+        self._free.append(place)
+
+    def keep(self, known: KnownBlock, place: int) -> None:
+        """Note that a place that was taken has the states after ``known``. It is freed if another one has them."""
+        if known in self._places:
+            self.give(place)
+        else:
+            self._places[known] = place
+
+    def drop(self, known: KnownBlock) -> None:
+        """Free the place of the snapshot after ``known``, if there is one."""
+        if (place := self._places.pop(known, None)) is not None:
+            self.give(place)
+
+    def drop_all(self) -> None:
+        """Free the places of all snapshots. Those that are promised stay so."""
+        self._free += self._places.values()
+        self._places.clear()
+
+
 class Prefixes:
     """The tree of blocks with known tokens, ``block`` tokens in a full one.
 
     Attributes:
         num_kept: blocks that no running request uses.
+        snapshots: the states that are kept for these blocks.
     """
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, snapshots: Snapshots) -> None:
         self.num_kept = 0
+        self.snapshots = snapshots
         self._block = block
         self._root = KnownBlock((), -1, None)
         self._leaving: list[tuple[int, int, KnownBlock]] = []  # a heap of (used_at, order, block), many of them outdated
@@ -137,6 +196,13 @@ class Prefixes:
             if common > most:
                 source, most = known, common
         return path, source, most
+
+    def end_of(self, path: Sequence[KnownBlock], tokens: Sequence[int]) -> KnownBlock | None:
+        """The block in which the whole blocks of ``tokens`` after ``path`` end; None if not all of them are known."""
+        known: KnownBlock | None = path[-1] if path else self._root
+        for first in range(0, len(tokens), self._block):
+            known = None if known is None else known.children.get(tuple(tokens[first : first + self._block]))
+        return known
 
     def use(self, known: Iterable[KnownBlock]) -> None:
         for one in known:
@@ -168,6 +234,7 @@ class Prefixes:
         """Forget a block without users and children. Returns its index in the pool."""
         assert known.parent is not None
         del known.parent.children[known.tokens]
+        self.snapshots.drop(known)
         self.num_kept -= 1
         known.used_at = -1
         self._may_leave(known.parent)
@@ -197,6 +264,8 @@ class Lease:
     slots: SlotRuns
     cached: int = 0
     copied: tuple[int, int] = (0, 0)
+    snapshot: int | None = None
+    snapshots: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -207,12 +276,14 @@ class _Holder:
         blocks: in the order of its slots.
         path: the full known blocks that hold its first tokens.
         rest: its known tokens after those.
+        snapshots: the places promised to it, as in its lease. One that is kept for others is not among them.
         is_double: whether another running request has a known block with the first tokens of ``rest``.
     """
 
     blocks: list[int]
     path: list[KnownBlock]
     rest: list[int]
+    snapshots: Sequence[tuple[int, int]] = ()
     is_double: bool = False
 
 
@@ -224,6 +295,7 @@ class _Plan:
         path: the full blocks of the prefix that it adopts.
         source: the block with the rest of that prefix, if there is one.
         cached: tokens of the prefix.
+        num_known: full blocks known for its tokens, adopted or not.
         num_new: blocks that the request needs in addition to those of the prefix.
         takes_over: whether the request continues in ``source``, a block that is not full and has no users. Otherwise it copies
             the tokens.
@@ -232,6 +304,7 @@ class _Plan:
     path: list[KnownBlock]
     source: KnownBlock | None
     cached: int
+    num_known: int
     num_new: int
     takes_over: bool = False
 
@@ -243,6 +316,7 @@ class KVManager:
         capacity: slots of each stage's pool; rounded down to whole blocks.
         block: slots that are handed out together.
         shares_prefixes: let requests adopt prefixes of other requests, running or ended.
+        snapshots: places for states of recurrent layers, without which no prefix is adopted; None if there are no such layers.
 
     Attributes:
         capacity: slots in all blocks.
@@ -253,11 +327,12 @@ class KVManager:
         ValueError: there is not even one block.
     """
 
-    def __init__(self, capacity: int, block: int = 16, shares_prefixes: bool = True) -> None:
+    def __init__(self, capacity: int, block: int = 16, shares_prefixes: bool = True, snapshots: int | None = None) -> None:
         if block < 1 or capacity < block:
             raise ValueError(f"{capacity} slots are not one block of {block}")
         self.block = block
         self.shares_prefixes = shares_prefixes
+        self.snapshots = snapshots
         self.queried_tokens = 0
         self.adopted_tokens = 0
         self.capacity = capacity // block * block
@@ -266,7 +341,7 @@ class KVManager:
     def clear(self) -> None:
         """Forget all requests and prefixes: the stages have lost the contents of their pools."""
         self._free = FreeRuns(self.capacity // self.block)
-        self._prefixes = Prefixes(self.block)
+        self._prefixes = Prefixes(self.block, Snapshots(self.snapshots or 0))
         self._holders: dict[int, _Holder] = {}
 
     @property
@@ -317,8 +392,10 @@ class KVManager:
         blocks += self._take(plan.num_new, blocks)
         if source is not None and not plan.takes_over:
             self._prefixes.leave([source])
-        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]))
-        return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied)
+        snapshot = self._prefixes.snapshots.use(path[-1]) if path else None
+        snapshots = self._promise(plan, len(token_ids), snapshot)
+        self._holders[number] = _Holder(blocks, path, list(token_ids[num_adopted : plan.cached]), snapshots)
+        return Lease(tuple(runs_of(blocks, self.block)), plan.cached, copied, snapshot, snapshots)
 
     def grow(self, number: int, slots: int) -> SlotRuns | None:
         """Give a request more slots, to at least ``slots`` in all. Returns the new ones; None if there is no room now."""
@@ -348,17 +425,22 @@ class KVManager:
         holder = self._holders[number]
         if not self.shares_prefixes:
             return
+        before = self.tokens_of(number)
         holder.rest += token_ids
         num_slots = len(holder.blocks) * self.block
         if self.tokens_of(number) > num_slots:
             raise ValueError(f"request {number} has {num_slots} slots, too few for its tokens")
         if not holder.is_double:
             holder.is_double = not self._make_known(holder)
+        self._keep_snapshots(holder, before)
 
     def free(self, number: int) -> None:
         """Close a request that has ended or is paused. Its slots are free, but its tokens may still be adopted."""
         holder = self._holders.pop(number)
         self._make_known(holder, has_ended=True)
+        self._keep_snapshots(holder)
+        for _, place in holder.snapshots:
+            self._prefixes.snapshots.give(place)
         path, blocks = holder.path, holder.blocks
         if holder.rest:
             known = self._prefixes.add(path, tuple(holder.rest), blocks[len(path)])
@@ -369,7 +451,8 @@ class KVManager:
         self._free.give(own)
 
     def forget_kept(self) -> None:
-        """Forget all prefixes that no running request uses: the contents of their slots may be wrong."""
+        """Forget all prefixes that no running request uses, and all snapshots: their contents may be wrong."""
+        self._prefixes.snapshots.drop_all()
         while self._prefixes.num_kept:
             self._free.give([self._prefixes.evict()])
 
@@ -392,18 +475,47 @@ class KVManager:
         del holder.rest[:full]
         return True
 
+    def _promise(self, plan: _Plan, num_tokens: int, adopted: int | None) -> tuple[tuple[int, int], ...]:
+        """Places for states that a request is to keep: those after the tokens that another request has had too, and those after
+        the last full block, which serve when all its tokens come again. Fewer if there are too few places.
+        """
+        if self.snapshots is None or not self.shares_prefixes:
+            return ()
+        promised: list[tuple[int, int]] = []
+        for end in sorted({plan.num_known, max(num_tokens - 1, 0) // self.block}):
+            if end > len(plan.path) and (place := self._prefixes.snapshots.take(adopted)) is not None:
+                promised.append((end * self.block, place))
+        return tuple(promised)
+
+    def _keep_snapshots(self, holder: _Holder, before: int = 0) -> None:
+        """Keep for others the promised states after more than ``before`` tokens, where these and their blocks are known."""
+        first = len(holder.path) * self.block
+        left: list[tuple[int, int]] = []
+        for tokens, place in holder.snapshots:
+            known = None
+            if before < tokens <= first + len(holder.rest):
+                known = self._prefixes.end_of(holder.path[: tokens // self.block], holder.rest[: max(tokens - first, 0)])
+            if known is None:
+                left.append((tokens, place))
+            else:
+                self._prefixes.snapshots.keep(known, place)
+        holder.snapshots = left
+
     def _plan(self, token_ids: Sequence[int], slots: int) -> _Plan | None:
         path, source, num_more = self._prefixes.find(token_ids[:-1]) if self.shares_prefixes else ([], None, 0)
+        num_known = len(path)
+        if self.snapshots is not None:
+            path, source = path[: self._prefixes.snapshots.deepest(path)], None
         num_adopted, num_new = len(path) * self.block, max(-(-slots // self.block) - len(path), 0)
         available = self._free.total + self._prefixes.num_kept - sum(not known.users for known in path)
         if num_new > available:
             return None
         if source is not None and num_new:
             if len(source.tokens) == num_more < self.block:
-                return _Plan(path, source, num_adopted + num_more, num_new - 1, takes_over=True)
+                return _Plan(path, source, num_adopted + num_more, num_known, num_new - 1, takes_over=True)
             if num_new <= available - (not source.users):
-                return _Plan(path, source, num_adopted + num_more, num_new)
-        return _Plan(path, None, num_adopted, num_new)
+                return _Plan(path, source, num_adopted + num_more, num_known, num_new)
+        return _Plan(path, None, num_adopted, num_known, num_new)
 
     def _take(self, number: int, blocks: Sequence[int]) -> list[int]:
         """Take ``number`` blocks, evicting known ones if needed, and those that follow ``blocks`` if possible."""

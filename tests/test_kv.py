@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,18 +12,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.examples import examples
 
 from pipedec.core.stage_message import SlotRuns
-from pipedec.kv import KVManager
+from pipedec.kv import KVManager, Lease
 
 Prefix = tuple[int, ...]  # a token, and all before it
 
 
 @dataclass
 class Running:
-    """A request: its slots in order, its tokens in them, and whether somebody may know of each (``told``)."""
+    """A request: its slots in order, its tokens in them, whether somebody may know of each (``told``), and the states that it has
+    yet to keep.
+    """
 
     text: list[int]
     slots: list[int] = field(default_factory=list)
     told: int = 0
+    snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
 def slots_in(runs: SlotRuns) -> list[int]:
@@ -30,35 +34,67 @@ def slots_in(runs: SlotRuns) -> list[int]:
 
 
 class Books(RuleBasedStateMachine):
-    """``memory`` is a stage's pool: for each slot the prefix that ends there, or whose rows were computed there for nothing."""
+    """``memory`` is a stage's pool: for each slot the prefix that ends there, or whose rows were computed there for nothing.
+    ``states`` are its snapshots: for each place the prefix after which they were kept.
+    """
 
-    @initialize(block=st.sampled_from((1, 2, 4)), num_blocks=st.integers(1, 24), shares=st.sampled_from((True, True, False)))
-    def begin(self, block: int, num_blocks: int, shares: bool) -> None:
-        self.kv = KVManager(block * num_blocks + block - 1, block, shares)
-        self.block = block
+    @initialize(
+        block=st.sampled_from((1, 2, 4)),
+        num_blocks=st.integers(1, 24),
+        shares=st.sampled_from((True, True, False)),
+        snapshots=st.sampled_from((3, None, 1, None, 2, 5, 0, 20)),
+    )
+    def begin(self, block: int, num_blocks: int, shares: bool, snapshots: int | None) -> None:
+        self.kv = KVManager(block * num_blocks + block - 1, block, shares, snapshots)
+        self.block, self.num_blocks = block, num_blocks
+        self.states: list[Prefix | str] = [""] * (snapshots or 0)
         self.memory: list[Prefix | str] = [""] * (block * num_blocks)
         self.running: dict[int, Running] = {}
         self.ended: list[list[int]] = []
         self.number = 0
 
-    @rule(data=st.data(), more=st.lists(st.integers(0, 1), min_size=1, max_size=9), room=st.integers(0, 9))
-    def open(self, data: st.DataObject, more: list[int], room: int) -> None:
+    @rule(
+        data=st.data(),
+        more=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        room=st.integers(0, 9),
+        at_once=st.booleans(),
+    )
+    def open(self, data: st.DataObject, more: list[int], room: int, at_once: bool) -> None:
         known = [[], *self.ended, *(one.text for one in self.running.values())]
-        before = data.draw(st.sampled_from(known))
-        text = [*before[: data.draw(st.integers(0, len(before)))], *more]
+        before = data.draw(st.sampled_from(known[::-1]))
+        text = [*before[: len(before) - data.draw(st.integers(0, len(before)))], *more]
         expected, free = self.kv.cached_for(text, len(text) + room), self.kv.free_slots
         lease = self.kv.allocate(self.number, text, len(text) + room)
         if lease is None:
             assert expected is None and -(-(len(text) + room) // self.block) * self.block > free
             return
-        one = self.running[self.number] = Running(text, slots_in(lease.slots), lease.cached)
-        self.number += 1
+        number, self.number = self.number, self.number + 1
+        one = self.running[number] = Running(text, slots_in(lease.slots), lease.cached)
         assert lease.cached == expected and lease.cached < len(text) and len(one.slots) >= len(text) + room
         copied = lease.copied[1]
         for index in range(lease.cached - copied, lease.cached):
             self.memory[one.slots[index]] = self.memory[lease.copied[0] + index - lease.cached + copied]
+        self.open_states(one, lease)
         self.check(one)
-        self.compute(one, f"opened {self.number}")
+        self.compute(one, f"opened {number}")
+        if at_once:
+            self.advance(number, len(text))
+
+    def open_states(self, one: Running, lease: Lease) -> None:
+        """States are copied from a snapshot of the very prefix. No place is promised twice."""
+        if self.kv.snapshots is None:
+            assert lease.snapshot is None and lease.snapshots == ()
+            return
+        assert (lease.snapshot is None) == (lease.cached == 0) and lease.cached % self.block == 0 and lease.copied == (0, 0)
+        assert lease.snapshot is None or self.states[lease.snapshot] == tuple(one.text[: lease.cached])
+        one.snapshots = list(lease.snapshots)
+        ends, places = [tokens for tokens, _ in lease.snapshots], {place for _, place in lease.snapshots}
+        assert len(ends) <= 2 and ends == sorted(set(ends)) and not any(tokens % self.block for tokens in ends)
+        assert all(lease.cached < tokens < len(one.text) for tokens in ends) and lease.snapshot not in places
+        promised = [place for other in self.running.values() for _, place in other.snapshots]
+        assert len(promised) == len(set(promised)) and set(promised) <= set(range(self.kv.snapshots))
+        for place in places:
+            self.states[place] = "promised"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 9))
@@ -74,9 +110,16 @@ class Books(RuleBasedStateMachine):
                 del one.text[one.told :]
                 return
             one.slots += slots_in(runs)
-        end = min(one.told + count, len(one.text))
+        self.advance(number, min(one.told + count, len(one.text)))
+
+    def advance(self, number: int, end: int) -> None:
+        """Compute the request's tokens up to ``end``."""
+        one = self.running[number]
         for index in range(one.told, end):
             self.memory[one.slots[index]] = tuple(one.text[: index + 1])
+        for tokens, place in [snapshot for snapshot in one.snapshots if snapshot[0] <= end]:
+            self.states[place] = tuple(one.text[:tokens])
+            one.snapshots.remove((tokens, place))
         self.kv.extend(number, one.text[one.told : end])
         one.told = end
         self.compute(one, f"extended {number}")
@@ -89,6 +132,11 @@ class Books(RuleBasedStateMachine):
         self.kv.free(number)
         self.ended = [*self.ended[-5:], one.text[: one.told]]
         assert self.kv.slots_of(number) == 0
+
+    @rule()
+    def forget(self) -> None:
+        self.kv.forget_kept()
+        assert self.kv.kept_slots == 0
 
     def compute(self, one: Running, what: str) -> None:
         """Rows of trees are written behind the tokens."""
@@ -117,8 +165,17 @@ class Books(RuleBasedStateMachine):
             for number in self.running:
                 self.kv.free(number)
             assert self.kv.free_slots == self.kv.capacity
+            self.check_that_all_places_are_free()
             lease = self.kv.allocate(-1, [7], self.kv.capacity)
             assert lease is not None and sorted(slots_in(lease.slots)) == list(range(self.kv.capacity))
+
+    def check_that_all_places_are_free(self) -> None:
+        self.kv.forget_kept()
+        number = min(len(self.states), self.num_blocks // 2) if self.kv.shares_prefixes else 0
+        leases = [self.kv.allocate(-2 - one, [one] * 2 * self.block, 2 * self.block) for one in range(number)]
+        assert len({lease.snapshots[0][1] for lease in leases if lease is not None}) == number
+        for one in range(number):
+            self.kv.free(-2 - one)
 
 
 TestBooks = Books.TestCase
@@ -238,3 +295,112 @@ def test_wrong_books_are_noticed() -> None:
         kv.allocate(0, TEXT, 16)
     with pytest.raises(ValueError, match="too few"):
         kv.extend(0, TEXT[:7])
+
+
+def with_states(kv: KVManager, number: int, text: list[int], computed: int | None = None) -> Lease:
+    """Open a request whose first ``computed`` tokens are computed at once, by default all."""
+    expected = kv.cached_for(text, len(text))
+    lease = kv.allocate(number, text, len(text))
+    assert lease is not None and lease.cached == expected and lease.copied == (0, 0)
+    kv.extend(number, text[lease.cached : computed])
+    return lease
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["each ends before the next", "all run"])
+def test_states_are_kept_where_a_prompt_ends_and_where_a_known_beginning_of_another_ends(ends: bool) -> None:
+    kv = KVManager(1024, 16, snapshots=8)
+    texts = [TEXT, TEXT, [*TEXT[:70], *[200] * 30], [*TEXT[:70], *[300] * 31]]
+    found = list[Lease]()
+    for number, text in enumerate(texts):
+        found.append(with_states(kv, number, text))
+        if ends:
+            kv.free(number)
+    assert [(lease.cached, lease.snapshot) for lease in found] == [(0, None), (96, 0), (0, None), (64, 1)]
+    assert [lease.snapshots for lease in found] == [((96, 0),), (), ((64, 1), (96, 2)), ((96, 3),)]
+    assert (kv.queried_tokens, kv.adopted_tokens) == (99 + 99 + 99 + 100, 96 + 64)
+
+
+def test_an_answer_is_adopted_from_the_third_turn_on() -> None:
+    """The second turn finds the states after the first prompt, and keeps those after the answer."""
+    kv = KVManager(1024, 16, snapshots=8)
+    with_states(kv, 0, TEXT[:40])
+    kv.grow(0, 70)
+    kv.extend(0, TEXT[40:70])
+    kv.free(0)
+    second = with_states(kv, 1, TEXT[:85])
+    assert (second.cached, second.snapshot, second.snapshots) == (32, 0, ((64, 1), (80, 2)))
+    assert with_states(kv, 2, [*TEXT[:64], 7, 7]).cached == 64
+
+
+def test_places_of_a_paused_request_are_free_unless_its_tokens_are_known() -> None:
+    kv = KVManager(1024, 16, snapshots=2)
+    other, third = [5] * 100, [6] * 100
+    assert with_states(kv, 0, TEXT, 50).snapshots == ((96, 0),)
+    assert with_states(kv, 1, other, 99).snapshots == ((96, 1),)
+    assert kv.cached_for(TEXT, 100) == 0, "its states are not kept yet"
+    assert with_states(kv, 2, third, 0).snapshots == ((96, 1),), "a place that is promised is not free"
+    assert with_states(kv, 3, [7] * 100, 0).snapshots == ()
+    kv.free(2)
+    kv.free(0)
+    assert {with_states(kv, number, [number] * 100, 0).snapshots for number in (20, 21)} == {((96, 0),), ((96, 1),)}
+    assert with_states(kv, 4, TEXT, 50).snapshots == ()
+
+
+def test_the_snapshot_that_was_not_used_for_longest_goes_first() -> None:
+    kv = KVManager(1024, 16, snapshots=2)
+    texts = [[number] * 100 for number in range(4)]
+    for number in (0, 1):
+        with_states(kv, number, texts[number])
+        kv.free(number)
+    assert with_states(kv, 2, texts[0]).snapshot == 0
+    assert with_states(kv, 3, texts[3]).snapshots == ((96, 1),)
+    assert [kv.cached_for(text, 100) for text in texts] == [96, 0, 0, 96]
+    longer = with_states(kv, 4, texts[0] * 2)
+    assert (longer.cached, longer.snapshot, longer.snapshots) == (96, 0, ((192, 1),))
+
+
+def test_the_snapshot_that_a_request_adopts_does_not_go_for_its_own() -> None:
+    kv = KVManager(1024, 16, snapshots=1)
+    with_states(kv, 0, TEXT)
+    longer = with_states(kv, 1, TEXT * 2)
+    assert (longer.cached, longer.snapshot, longer.snapshots) == (96, 0, ())
+
+
+def test_a_snapshot_goes_with_its_block() -> None:
+    kv = KVManager(128, 16, snapshots=2)
+    with_states(kv, 0, TEXT)
+    kv.free(0)
+    assert with_states(kv, 1, TEXT[::-1]).snapshots == ((96, 0),)
+    assert kv.kept_slots == 16 and kv.cached_for(TEXT, 16) == 0
+
+
+def test_states_are_kept_with_the_block_that_another_running_request_has_for_the_same_tokens() -> None:
+    kv = KVManager(1024, 16, snapshots=3)
+    assert with_states(kv, 0, TEXT, 40).snapshots == ((96, 0),)
+    assert with_states(kv, 1, TEXT).snapshots == ((32, 1), (96, 2))
+    assert kv.cached_for(TEXT, 100) == 32
+    kv.free(1)
+    assert kv.cached_for(TEXT, 100) == 96
+    kv.extend(0, TEXT[40:])
+    assert with_states(kv, 2, [9] * 100).snapshots == ((96, 0),), "another snapshot of these tokens was there before"
+    assert kv.cached_for(TEXT, 100) == 96
+
+
+def test_without_places_or_shared_prefixes_nothing_is_adopted() -> None:
+    for kv in (KVManager(1024, 16, snapshots=0), KVManager(1024, 16, shares_prefixes=False, snapshots=9)):
+        for number in range(3):
+            lease = with_states(kv, number, TEXT)
+            assert (lease.cached, lease.snapshot, lease.snapshots) == (0, None, ())
+        assert kv.adopted_tokens == 0
+
+
+@pytest.mark.parametrize("forgets", [KVManager.forget_kept, KVManager.clear])
+def test_snapshots_are_forgotten_with_prefixes(forgets: Callable[[KVManager], None]) -> None:
+    kv = KVManager(1024, 16, snapshots=2)
+    with_states(kv, 0, TEXT)
+    with_states(kv, 1, [1] * 100, 50)
+    forgets(kv)
+    assert kv.cached_for(TEXT, 100) == 0
+    if forgets is KVManager.forget_kept:
+        kv.extend(1, [1] * 50)
+        assert kv.cached_for([1] * 100, 100) == 96, "a promise is kept"

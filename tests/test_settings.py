@@ -96,6 +96,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "target": st.sampled_from(["/a", "smollm2"]), "draft": st.just("none"), "bita": st.just("/b"), "stages": st.integers(1, 1024),
     "layers": st.just("auto"), "device": st.sampled_from(["cpu", "cuda"]), "max_model_len": st.integers(1, 10**7),
     "max_num_seqs": st.integers(1, 65_536), "max_waiting": st.integers(0, 10**7), "kv_cache_memory": st.just("4GiB"),
+    "state_memory": st.just("64MiB"),
     "gpu_memory_utilization": st.floats(0.1, 1), "prefix_cache": st.booleans(), "shared_suffixes": st.booleans(),
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "quantize": st.just("int4"),

@@ -40,6 +40,11 @@ COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
 
 
+def decoders() -> dict[str, DecoderConfig]:
+    """The known models that are made of pipedec's own parts."""
+    return {name: model for name, model in KNOWN_MODELS.items() if isinstance(model, DecoderConfig)}
+
+
 @dataclass(frozen=True)
 class LayersConfig:
     """The layers to measure, and the steps. Raises UserError for a number below 1, or an unknown model, dtype or device.
@@ -48,7 +53,7 @@ class LayersConfig:
     of slots in place, and joins several ``runs`` layer by layer.
     """
 
-    model: Annotated[str, Help(f"Model shape: {', '.join(KNOWN_MODELS)}.", "NAME")] = "llama-3.1-70b"
+    model: Annotated[str, Help(f"Model shape: {', '.join(decoders())}.", "NAME")] = "llama-3.1-70b"
     layers: Annotated[Positive, Help("Number of layers of the stage.")] = 6
     rows: Annotated[Counts, Help("Rows per step.")] = (1, 2, 4, 8, 16, 32, 64, 128)
     past: Annotated[Counts, Help("Accepted tokens before the step.")] = (512, 2048, 8192)
@@ -66,15 +71,15 @@ class LayersConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_known("model", self.model, KNOWN_MODELS)
+        check_known("model", self.model, decoders())
 
     @property
     def shape(self) -> DecoderConfig:
-        return KNOWN_MODELS[self.model]
+        return decoders()[self.model]
 
     def operations(self, device: torch.device) -> OperationsConfig:
         """The same layers for ``operations``, with dtype and device resolved and the longest past."""
-        layer = self.shape.layers[0]
+        layer = self.shape.attention_layers[0]
         return OperationsConfig(
             sizes=self.tree_rows,
             past=max(self.past),

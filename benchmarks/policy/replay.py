@@ -33,6 +33,7 @@ from pipedec.engine.emulation import EmulatedClock
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.recorder import Recorder
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.model import KVCache, KVPool, LaneRows, StageModel
 from pipedec.plan.emulation import Emulation
@@ -62,7 +63,7 @@ class _NoLayers:
 
     config = SimpleNamespace(vocab_size=1)
 
-    def make_pool(self, slots: int, block: int) -> KVPool:
+    def make_pool(self, slots: int, block: int, states: StateCounts | None = None) -> KVPool:
         return _EmptyPool((), torch.float32, slots, block)
 
     def forward(self, inputs: Tensor, lanes: Sequence[LaneRows]) -> Tensor:

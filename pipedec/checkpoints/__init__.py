@@ -24,7 +24,7 @@ from pipedec.checkpoints.parts import (
     span_shapes,
     stored_tensors,
 )
-from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
+from pipedec.formats import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles
 
 __all__ = [
     "COPY_AGAIN", "INDEX_FILE", "SINGLE_FILE", "CheckpointPart", "KnownTensors", "LayerSpan", "StoredTensor", "TensorDigests",

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipedec.checkpoints.tensors import StoredTensor, TensorFiles
 from pipedec.core.errors import UserError
+from pipedec.formats import StoredTensor, TensorFiles
 from pipedec.gguf import is_gguf, located, model_files
 
 VOCABULARY_FILE = "draft_vocabulary.safetensors"  # beside the weights of a draft that does not know all tokens of its target

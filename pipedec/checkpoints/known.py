@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import suppress
-from functools import lru_cache
-from pathlib import Path
 
 from pipedec.checkpoints.parts import LayerSpan, span_shapes
-from pipedec.checkpoints.tensors import INDEX_FILE, TensorFiles
-from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape
-from pipedec.formats import Format, Formats, file_names
-from pipedec.gguf import INDEX_FILE as GGUF_INDEX
+from pipedec.formats import Format, Formats, file_names, known_files
 
 
 class KnownTensors:
@@ -25,7 +19,7 @@ class KnownTensors:
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
-        self._files = _known_files(config.directory) if config.location else None
+        self._files = known_files(config.directory) if config.location else None
         tables = config.embedding_tensors() | config.head_tensors()
         self.names: Collection[str] = tables.keys() if self._files is None else self._files.file_of.keys()
 
@@ -49,18 +43,3 @@ class KnownTensors:
             here = [places[one].num_bytes for one in file_names(name, format, shape) if one in places]
             found[name] = sum(here) if here else format.held_bytes(shape, element_bytes)
         return found
-
-
-def _known_files(directory: Path) -> TensorFiles | None:
-    """The files of a checkpoint; None if it has none here, or damaged ones, which their reader reports. Headers are read again
-    only after a file has changed.
-    """
-    files = sorted(file for pattern in (INDEX_FILE, GGUF_INDEX, "*.safetensors") for file in directory.glob(pattern))
-    with suppress(UserError, OSError):
-        return _read(directory, tuple((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
-    return None
-
-
-@lru_cache(maxsize=8)
-def _read(directory: Path, changed: tuple[tuple[Path, int], ...]) -> TensorFiles | None:
-    return TensorFiles(directory) if changed else None

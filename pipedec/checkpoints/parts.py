@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedec.checkpoints.digests import VOCABULARY_FILE, fingerprint, tensor_digests
-from pipedec.checkpoints.tensors import INDEX_FILE, SINGLE_FILE, TensorFiles
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape, json_object, model_config
-from pipedec.formats import FileTensor, file_names
+from pipedec.formats import INDEX_FILE, SINGLE_FILE, FileTensor, TensorFiles, file_names
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files
 

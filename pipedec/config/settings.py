@@ -101,6 +101,12 @@ class Limits:
         Text | Bytes | None,
         Help("KV cache memory of each rank, like 512MiB (default: what weights leave on GPUs, else 2GiB).", "SIZE"),
     ] = None
+    state_memory: Annotated[
+        Text | Bytes,
+        Help(
+            "Memory of each rank for the states of recurrent layers: of running requests, and after prefixes of prompts.", "SIZE"
+        ),
+    ] = "1GiB"
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1), Help("Maximum share of a GPU's memory in use, by the ranks and by other programs.")
     ] = 0.9
@@ -116,13 +122,19 @@ class Limits:
     tree: LayerTreeOptions | None = None  # for pipedec and stpp; None for their own defaults
 
     def __post_init__(self) -> None:
-        _ = self.kv_cache_bytes
+        _ = self.kv_cache_bytes, self.state_memory_bytes
 
     @property
     def kv_cache_bytes(self) -> int | None:
         """``kv_cache_memory`` in bytes."""
         given = self.kv_cache_memory
         return byte_size(given, "kv_cache_memory:") if isinstance(given, str) else given
+
+    @property
+    def state_memory_bytes(self) -> int:
+        """``state_memory`` in bytes."""
+        given = self.state_memory
+        return byte_size(given, "state_memory:") if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)

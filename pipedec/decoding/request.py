@@ -157,7 +157,7 @@ class Request:
         accepted = self.tokens[self.sequence.prompt_length :]
         self.opening = NewRequest(
             self.sequence.prompt_length, asked.sampling, self.method.masks.named, asked.threads, asked.trace, tuple(accepted),
-            lease.slots, lease.cached, lease.copied,
+            lease.slots, lease.cached, lease.copied, lease.snapshot, lease.snapshots,
         )  # fmt: skip
         return self.opening
 
@@ -200,10 +200,11 @@ class Request:
 
     def enter_chunk(self, rows: int) -> Step | None:
         """The next rows of its tokens, at most ``rows``, and the masks after them; None if there is no room for the last token's
-        masks.
+        masks. They end where states are kept: no chunk has rows on both sides.
         """
-        masks, tally = self.method.masks.count, self._resources.tally
+        masks, tally, snapshots = self.method.masks.count, self._resources.tally, self.opening.snapshots if self.opening else ()
         left = len(self.tokens) + masks - self.entered
+        rows = min([rows, *(tokens - self.entered for tokens, _ in snapshots if tokens > self.entered)])
         rows = left if left <= rows else min(rows, left - 1 - masks)
         if rows <= 0:
             return None

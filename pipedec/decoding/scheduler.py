@@ -37,6 +37,7 @@ from pipedec.decoding.events import (
 from pipedec.decoding.memory import LaneSizes, Memory
 from pipedec.decoding.method import Drafter, Resources
 from pipedec.decoding.request import AnswerText, Phase, Request
+from pipedec.families import StateCounts
 from pipedec.faults import RequestFaults, is_of_machine
 from pipedec.kv import KVManager
 from pipedec.threads import NewSequence
@@ -54,6 +55,7 @@ class Scheduler:
     Args:
         kv: manager of the stages' KV memory; None for unlimited memory without shared prefixes.
         knee: rows that the stages compute in about the time of one.
+        states: what the stages' pools of recurrent layers hold; None for a target without such layers.
         listeners: called with each record, in order.
 
     Attributes:
@@ -64,7 +66,7 @@ class Scheduler:
 
     def __init__(
         self, resources: Resources, kv: KVManager | None = None, knee: int = KNEE_ROWS, lane_sizes: LaneSizes = LaneSizes(),
-        listeners: Iterable[Listener] = (),
+        listeners: Iterable[Listener] = (), states: StateCounts | None = None,
     ) -> None:  # fmt: skip
         self.requests: dict[int, Request] = {}
         self.only: int | None = None
@@ -75,7 +77,7 @@ class Scheduler:
         self.controller = resources.experience.controller
         self.faults = RequestFaults(rank_name(0))
         self.listeners = list(listeners)
-        self._memory = Memory(self.kv, knee, lane_sizes)
+        self._memory = Memory(self.kv, knee, lane_sizes, states)
         self._budget = Budget(knee)
         self.draft_rounds = DraftRounds(resources, self._budget, self.faults)
         self._arrived: list[Request] = []  # since the last timestep
@@ -101,7 +103,7 @@ class Scheduler:
 
     def prepare(self, asked: TokenizedRequest, new_sequence: NewSequence, text: AnswerText | None = None) -> Request:
         """The request, which ``open`` lets begin. Arguments as of ``Request``. Raises UserError if its method cannot run here,
-        or its prompt and answer need more memory than there is.
+        or its prompt and answer, or its trees, need more memory than there is.
         """
         request, capacity = Request(asked, new_sequence, self.resources, text), self.kv.capacity
         if request.most > capacity:
@@ -110,6 +112,12 @@ class Scheduler:
                 f"the request needs {request.most:,} slots of KV cache ({prompt:,} for the prompt, {answer:,} for max_tokens, "
                 f"{request.method.together:,} for rows that enter together), but there are {capacity:,}: shorten the prompt, "
                 "lower max_tokens, or raise --kv-cache-memory"
+            )
+        together, rows = request.method.together, self._memory.stashes.counts.rows
+        if together > rows:
+            raise UserError(
+                f"{together:,} rows of the request enter together, but there is memory for {rows:,} rows of trees in recurrent "
+                "layers: ask for a smaller tree"
             )
         return request
 
@@ -142,6 +150,8 @@ class Scheduler:
         for request in self._to_pause():
             self.pause(request)
         replaying, self._unreplayed = self._unreplayed, []
+        if self._memory.stashes.is_limited:  # threads may start in states of lanes that are closed
+            replaying.sort(key=lambda request: request.unreplayed is None or request.unreplayed.finished is None)
         updates: dict[int, RequestUpdate] = {}
         for request in replaying:
             updates[request.number] = RequestUpdate(request.number, verdict=request.unreplayed)

@@ -34,7 +34,7 @@ from pipedec.model import (
     device_capture,
     load_markov,
 )
-from pipedec.plan.budgets import check_kv_budget, kv_slots
+from pipedec.plan.budgets import check_kv_budget, draft_state_counts, kv_slots, state_counts
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import GIVEN, Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
 from pipedec.plan.partition import plan as make_plan
@@ -210,7 +210,8 @@ def load_stage(
     if spec.bita is not None:
         model.attach(BitaWeights.load(spec.bita, config, layers, dtype, device))
     kind = FinalStageWorker if rank == spec.topology.final_rank else StageWorker
-    return kind(model, Sequences(spec.target).of, device, slots=kv_slots(spec), block=spec.kv_block, stage=rank)
+    pools = {"slots": kv_slots(spec), "block": spec.kv_block}
+    return kind(model, Sequences(spec.target).of, device, stage=rank, states=state_counts(spec), **pools)
 
 
 def load_drafter(
@@ -226,7 +227,7 @@ def load_drafter(
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize, widens)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
-    return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary)
+    return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary, draft_state_counts(spec))
 
 
 def new_scheduler(
@@ -234,7 +235,8 @@ def new_scheduler(
     experience: Experience | None = None,
 ) -> Scheduler:  # fmt: skip
     """The scheduler of a pipeline's requests, with all of its KV memory; ``device`` is the draft model's."""
-    kv = KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes)
+    states = state_counts(spec) if model_config(spec.target).is_recurrent else None
+    kv = KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes, None if states is None else states.snapshots)
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
     resources = Resources(experience or Experience(spec.settings.passage), drafter, device, spec.trained_masks, markov)
-    return Scheduler(resources, kv, spec.knee, lane_sizes)
+    return Scheduler(resources, kv, spec.knee, lane_sizes, states=states)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +91,13 @@ class ModelConfig(ABC):
     def ignores(self, name: str) -> bool:
         """Whether a tensor of a checkpoint is one of ``unused_tensors``."""
         return any(re.search(pattern, name) for pattern in self.unused_tensors)
+
+    def left_out(self, known: Collection[str]) -> dict[str, int]:
+        """Parts of a checkpoint's model that are not served, such as towers for images, each with the number of its tensors.
+
+        ``known`` are the checkpoint's tensors.
+        """
+        return {}
 
     @abstractmethod
     def layer_tensors(self, layer: int) -> dict[str, Shape]:

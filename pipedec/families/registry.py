@@ -14,6 +14,7 @@ from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretch
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
+from pipedec.families.qwen35 import Qwen35Shape
 from pipedec.families.transformers import transformers_config
 from pipedec.formats import Formats, indexed_formats, stated_formats, typical_formats
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
@@ -46,7 +47,7 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwe
 
 
 # Models that can be planned without their checkpoints, as they are or in a format that follows a colon (``llama-3.1-70b:awq``).
-KNOWN_MODELS: dict[str, DecoderConfig] = {
+KNOWN_MODELS: dict[str, ModelConfig] = {
     "llama-3.1-405b": _llama(16384, 53248, 126, 128),
     "llama-3.1-70b": _llama(8192, 28672, 80, 64),
     "llama-3.3-70b": _llama(8192, 28672, 80, 64),
@@ -59,7 +60,11 @@ KNOWN_MODELS: dict[str, DecoderConfig] = {
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
-}
+    "qwen3.6-27b": Qwen35Shape(
+        model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
+        num_attention_heads=24, linear_num_value_heads=48,
+    ),
+}  # fmt: skip
 
 
 def model_config(model: str | Path, impl: ModelImpl = "auto") -> ModelConfig:
@@ -98,7 +103,8 @@ def stored_formats(directory: Path, document: Mapping[str, Any]) -> Formats:
     """
     if (index := TensorIndex.found(directory)) is not None:
         return indexed_formats(index)
-    path, quantization = directory / "config.json", document.get("quantization_config") or document.get("compression_config")
+    path, stated = directory / "config.json", _with_text_config(document)
+    quantization = stated.get("quantization_config") or stated.get("compression_config")
     older = {directory / name: method for name, method in QUANTIZATION_FILES.items() if (directory / name).is_file()}
     if not quantization and older:
         path, method = next(iter(older.items()))
@@ -143,7 +149,7 @@ def checkpoint_dtype(name: str | Path) -> str:
         if "BF16" in types or not types.isdisjoint(BLOCKS):
             return "bfloat16"
         return "float16" if "F16" in types else "float32"
-    document = json_object(directory / "config.json")
+    document = _with_text_config(json_object(directory / "config.json"))
     return str(document.get("dtype") or document.get("torch_dtype") or "float32")
 
 
@@ -164,13 +170,19 @@ def context_length(directory: Path, max_model_len: int | None = None) -> int:
 
 def _stated_context(path: Path) -> int | None:
     """``ModelConfig.context_length`` of a ``config.json``; None if it names none. Raises as ``model_config``."""
-    document = json_object(path)
+    document = _with_text_config(json_object(path))
     kind, trained = document.get("model_type", ""), document.get("max_position_embeddings")
     if kind in FAMILIES:
         return model_config(path.parent).context_length
     ropes = document.get("rope_scaling") or document.get("rope_parameters")
     known = rope_sets(ropes) if isinstance(ropes, dict) else ()
     return stretched_length(kind, trained, known) if isinstance(trained, int) else None
+
+
+def _with_text_config(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``config.json``, with what the config of the text model in a multimodal one states and the whole does not."""
+    text = document.get("text_config")
+    return {**text, **{key: value for key, value in document.items() if value}} if isinstance(text, dict) else dict(document)
 
 
 def json_object(path: Path) -> dict[str, Any]:

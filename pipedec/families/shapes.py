@@ -128,3 +128,8 @@ class StateCounts:
     states: int
     rows: int
     snapshots: int = 0
+
+    @property
+    def allocated(self) -> tuple[int, int]:
+        """States and stashes in the pools, of which a state and two stashes belong to no request."""
+        return self.states + self.snapshots + 1, self.rows + 2

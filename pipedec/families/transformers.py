@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.families.base import ModelConfig, rope_sets
+from pipedec.families.multimodal import auto_class, loaded_names, text_config, towers
 from pipedec.families.shapes import Layer, LayerShape, Reach, RecurrentShape, Shape
+from pipedec.formats import TensorFiles, known_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,7 @@ ATTENTION = "pipedec"  # under which transformers knows the attention function o
 UNSUPPORTED = ", which is not supported: choose another target"
 _OBSERVED = "pipedec_observed"  # under which it knows that of this file
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_PLANNED_AS = {"qwen3_vl_text": "qwen3"}  # architectures with the parts of another one, which has a pipeline plan
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")  # functions of modules with a recurrent state
 CONVOLUTION = "causal_conv1d_fn"  # that of the short convolution before them
@@ -40,6 +43,7 @@ class ModuleNames:
     """Where a model of transformers keeps its parts, as paths of modules."""
 
     base: str  # the model without head
+    decoder: str  # the text model in it, if there are others, else the same
     embedding: str
     layers: str
     norm: str
@@ -77,6 +81,7 @@ class TransformersConfig(ModelConfig):
         observed: the attention, or the recurrence, of each layer.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         stated_ropes: see ``ropes``.
+        towers: where the names of tensors begin that are left out, since they are of other models than the text's.
         unused: patterns of transformers, see ``unused_tensors``.
         fused: names of linear maps that take the same rows, side by side in every layer.
     """
@@ -87,6 +92,7 @@ class TransformersConfig(ModelConfig):
     observed: tuple[Layer, ...]
     returns_tuple: bool
     stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
+    towers: tuple[str, ...] = field(repr=False)
     unused: tuple[str, ...] = field(repr=False)
     fused: tuple[tuple[str, ...], ...]
 
@@ -100,7 +106,11 @@ class TransformersConfig(ModelConfig):
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
-        return (*super().unused_tensors, *self.unused)
+        return (*super().unused_tensors, *self.unused, *(rf"^{re.escape(tower)}(\.|$)" for tower in self.towers))
+
+    def left_out(self, known: Collection[str]) -> dict[str, int]:
+        counts = {tower: sum(f"{name}.".startswith(f"{tower}.") for name in known) for tower in self.towers}
+        return {tower: count for tower, count in counts.items() if count}
 
     def layer_tensors(self, layer: int) -> dict[str, Shape]:
         return self._within(self.names.layer(layer))
@@ -132,15 +142,15 @@ def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> Transfor
     ends = tuple(ends) if isinstance(ends, list | tuple) else (ends,)
     path = directory / "config.json"
     try:
-        return _described(directory, path.stat().st_mtime_ns, ends)
+        return _described(directory, path.stat().st_mtime_ns, ends, known_files(directory))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
 
 
 @lru_cache(maxsize=8)
-def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) -> TransformersConfig:
+def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...], files: TensorFiles | None) -> TransformersConfig:
     stated = stated_config(directory)
-    name = stated.model_type
+    name, text = stated.model_type, text_config(stated)
     _check_kind(name, stated)
     try:
         model = skeleton(stated, _OBSERVED)
@@ -148,21 +158,24 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         raise _refusal(name, f"cannot be made without its weights ({_shown(error)})") from None
     names = _names(name, model)
     _check_modules(name, model, names)
-    places = _places(name, model)
+    places, beside_text = _places(name, model, names), tuple[str, ...]()
+    if text is not stated:
+        known = () if files is None else files.file_of
+        places, beside_text = _as_stored(model, places, known)
     parts = tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
     beside = [key for key in map(str, places.values()) if not key.startswith(parts)]
     if beside:
         raise _refusal(name, f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = model.state_dict()
     observed, returns_tuple, fused = _observe(name, model, names)
-    ends = end_tokens or stated.eos_token_id
+    ends = end_tokens or getattr(stated, "eos_token_id", None) or getattr(text, "eos_token_id", None)
     return TransformersConfig(
-        model_type=name,
-        hidden_size=stated.hidden_size,
-        vocab_size=stated.vocab_size,
-        num_hidden_layers=stated.num_hidden_layers,
-        tie_word_embeddings=bool(stated.tie_word_embeddings),
-        max_position_embeddings=stated.max_position_embeddings,
+        model_type=text.model_type,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_hidden_layers=text.num_hidden_layers,
+        tie_word_embeddings=any(getattr(one, "tie_word_embeddings", False) for one in (stated, text)),
+        max_position_embeddings=text.max_position_embeddings,
         eos_token_id=list(ends) if isinstance(ends, tuple) else ends,
         location=str(directory),
         names=names,
@@ -170,7 +183,8 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...]) ->
         places=places,
         observed=observed,
         returns_tuple=returns_tuple,
-        stated_ropes=rope_sets(getattr(stated, "rope_parameters", None) or {}),
+        stated_ropes=rope_sets(getattr(text, "rope_parameters", None) or {}),
+        towers=beside_text,
         unused=tuple(sorted(model._keys_to_ignore_on_load_unexpected)),
         fused=fused,
     )
@@ -190,11 +204,10 @@ def stated_config(directory: Path) -> Any:
 def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
     """The model of transformers that a config describes, whose weights are on the meta device: they have shapes, but no memory.
 
-    Buffers that are computed, such as frequencies, are real. ``attention``: the name of its attention function.
+    Buffers that are computed, such as frequencies, are real. ``attention``: the name of the text model's attention function.
     """
     import torch
     from torch.overrides import TorchFunctionMode
-    from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     class WithoutWeights(TorchFunctionMode):
@@ -203,9 +216,10 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
             return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_weight else {})})
 
     _register()
+    own = attention if text_config(stated) is stated else {"text_config": attention}
     with WithoutWeights(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            stated, dtype=dtype or torch.float32, attn_implementation=attention, trust_remote_code=False
+        model = auto_class(stated).from_config(
+            stated, dtype=dtype or torch.float32, attn_implementation=own, trust_remote_code=False
         )
     for module in model.modules():  # weights made of zeros or ones, as frequencies may be
         for name, parameter in module.named_parameters(recurse=False):
@@ -215,22 +229,31 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
 
 def _check_kind(name: str, stated: Any) -> None:
     """Raises UserError for what the config alone shows."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-    if type(stated) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text = text_config(stated)
+    if type(stated) not in (MODEL_FOR_CAUSAL_LM_MAPPING if text is stated else MODEL_FOR_MULTIMODAL_LM_MAPPING):
         raise _refusal(name, "is not a causal language model of transformers")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(stated)]
-    kinds = sorted({str(kind) for kind in getattr(stated, "layer_types", None) or ()} - {*_KINDS})
+    kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - {*_KINDS})
     if kinds:
         raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(kinds)})")
-    if getattr(stated, "hidden_size_per_layer_input", None):
+    if getattr(text, "hidden_size_per_layer_input", None):
         raise _refusal(name, "feeds token ids to every layer (per-layer inputs)")
-    if getattr(stated, "num_kv_shared_layers", None):
+    if getattr(text, "num_kv_shared_layers", None):
         raise _refusal(name, "has layers that share keys and values")
-    if stated.base_model_pp_plan is None:
+    if _pipeline_plan(text) is None:
         raise _refusal(name, "has no pipeline plan in transformers (base_model_pp_plan)")
+    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+        raise _refusal(name, "lets tokens of a prompt see later ones (use_bidirectional_attention)")
     if getattr(stated, "is_encoder_decoder", False):
         raise _refusal(name, "has an encoder")
+
+
+def _pipeline_plan(text: Any) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    known = _PLANNED_AS.get(text.model_type)
+    return text.base_model_pp_plan if known is None else CONFIG_MAPPING[known].base_model_pp_plan
 
 
 def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
@@ -254,34 +277,40 @@ def _names(name: str, model: Any) -> ModuleNames:
     """The parts that the pipeline plan names: what takes token ids, the list of layers, and what follows it."""
     from torch import nn
 
-    base, plan = model.base_model_prefix, model.config.base_model_pp_plan
+    base, text = model.base_model_prefix, text_config(model.config)
+    decoder = getattr(model, base, None) if text is model.config else model.get_decoder()
+    path = next((path for path, module in model.named_modules() if module is decoder), "")
+    if not f"{path}.".startswith(f"{base}."):
+        raise _refusal(name, "has its text model beside its base model")
     found: dict[str, str] = {}
-    for part, (inputs, _) in plan.items():
-        module = getattr(getattr(model, base, None), part, None)
+    for part, (inputs, _) in _pipeline_plan(text).items():
+        module = getattr(decoder, part, None)
         if isinstance(module, nn.Dropout):
             continue
         kind = "layers" if isinstance(module, nn.ModuleList) else "embedding" if "input_ids" in inputs else "norm"
         if module is None or kind in found:
             raise _refusal(name, f"has a pipeline plan with other parts than an embedding, layers and a final norm ({part})")
-        found[kind] = f"{base}.{part}"
+        found[kind] = f"{path}.{part}"
     head = model.get_output_embeddings()
     heads = [path for path, module in model.named_modules() if module is head]
     if len(found) < 3 or not heads:
         raise _refusal(name, "lacks an embedding, layers, a final norm or a head in its pipeline plan")
-    return ModuleNames(base, found["embedding"], found["layers"], found["norm"], heads[0])
+    return ModuleNames(base, path, found["embedding"], found["layers"], found["norm"], heads[0])
 
 
 def _shape(whole: Shape, place: Place) -> Shape:
     return tuple(whole) if place.rows is None else (place.rows[1] - place.rows[0], *whole[1:])
 
 
-def _places(name: str, model: Any) -> dict[str, Place]:
-    """Where every tensor of a checkpoint is in the model, by its name. Raises UserError if they are not the same tensors, or rows
-    of them.
+def _places(name: str, model: Any, parts: ModuleNames) -> dict[str, Place]:
+    """Where every tensor of a checkpoint is in the model, by its name; in a multimodal one those of the text model. Raises
+    UserError if they are not the same tensors, or rows of them.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     own = model.state_dict(keep_vars=True)
+    if parts.decoder != parts.base:
+        own = {key: tensor for key, tensor in own.items() if key.startswith((f"{parts.decoder}.", f"{parts.head}."))}
     stored = revert_weight_conversion(model, dict(own))
     names = {id(tensor): key for key, tensor in own.items()}
     tied = {key: key for key in own if key in stored}  # tensors of two names are kept under both
@@ -298,6 +327,14 @@ def _places(name: str, model: Any) -> dict[str, Place]:
     if sum(tensor.numel() for tensor in stored.values()) != sum(tensor.numel() for tensor in own.values()):
         raise _refusal(name, "has checkpoints whose tensors are not those of its modules")
     return places
+
+
+def _as_stored(model: Any, places: Mapping[str, Place], known: Iterable[str]) -> tuple[dict[str, Place], tuple[str, ...]]:
+    """The places of a text model's tensors, by their names in a checkpoint of a multimodal model, and its ``towers``."""
+    loaded = loaded_names(model, known)
+    names = {in_model: stored for stored, in_model in loaded.items()}
+    found = {name if place.rows else names.get(str(place), name): place for name, place in places.items()}
+    return found, towers(model, {str(place): name for name, place in found.items()}, loaded)
 
 
 def _shown(error: Exception) -> str:
@@ -355,8 +392,8 @@ def _observe(name: str, model: Any, names: ModuleNames) -> tuple[tuple[Layer, ..
         for module in model.modules():  # which would look at positions to choose their frequencies
             if any(path.endswith("inv_freq") for path, _ in module.named_buffers(recurse=False)):
                 module.forward = partial(inspect.unwrap(type(module).forward), module)
-        cache = module_cache(partial(_note_cached, seen))
-        getattr(model, names.base)(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+        cache, decoder = module_cache(partial(_note_cached, seen)), model.get_submodule(names.decoder)
+        decoder(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
     except UserError:
         raise
     except Exception as error:  # of any type: it is the architecture's own code

@@ -16,6 +16,7 @@ from pipedec.formats.base import (
     Rounded,
     file_names,
 )
+from pipedec.formats.files import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles, known_files
 from pipedec.formats.float8 import Float8
 from pipedec.formats.ggml import Ggml, GgufFormats, indexed_formats
 from pipedec.formats.quantization import stated_formats
@@ -24,7 +25,8 @@ from pipedec.formats.typical import typical_formats
 from pipedec.formats.weights import DTYPE_BYTES, WeightFormat
 
 __all__ = [
-    "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "KERNEL_GROUPS", "PLAIN", "ROUNDED", "WIDENED_VALUES", "Affine", "AllRounded",
-    "Bnb4", "FileTensor", "Float8", "Format", "Formats", "Ggml", "GgufFormats", "Integers", "Mxfp4", "Plain", "Rounded",
-    "WeightFormat", "file_names", "indexed_formats", "stated_formats", "typical_formats",
+    "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "INDEX_FILE", "KERNEL_GROUPS", "PLAIN", "ROUNDED", "SINGLE_FILE",
+    "WIDENED_VALUES", "Affine", "AllRounded", "Bnb4", "FileTensor", "Float8", "Format", "Formats", "Ggml", "GgufFormats",
+    "Integers", "Mxfp4", "Plain", "Rounded", "StoredTensor", "TensorFiles", "WeightFormat", "file_names", "indexed_formats",
+    "known_files", "stated_formats", "typical_formats",
 ]  # fmt: skip

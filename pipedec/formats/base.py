@@ -152,7 +152,7 @@ class Formats(ABC):
         """The format of a tensor. ``known``: the names of the checkpoint's tensors, as far as they are known: a matrix that is
         there as it is, is plain, even if the description has it otherwise.
         """
-        if len(shape) < 2 or not name.endswith(".weight"):
+        if len(shape) != 2 or not name.endswith(".weight"):
             return PLAIN
         found = self.stated(name)
         needed = [one for one, tensor in file_names(name, found, shape).items() if not tensor.is_optional]

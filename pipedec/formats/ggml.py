@@ -75,5 +75,5 @@ class GgufFormats(Formats):
 
 def indexed_formats(index: TensorIndex) -> Formats:
     """The formats of a GGUF file's tensors."""
-    types = {name: place.type for name, place in index.tensors.items() if place.type in BLOCKS}
+    types = {name: place.read_type for name, place in index.tensors.items() if place.read_type in BLOCKS}
     return GgufFormats(types) if types else ALL_PLAIN

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from pipedec.core.errors import UserError
+from pipedec.gguf.orders import BlockOrder, by_part, interleaved
 
 FREQUENCIES, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"  # no tensors of a model
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -23,6 +24,10 @@ _GATED = ("mlp.gate_proj", *_MLP)
 _FUSED = ("mlp.gate_up_proj", "mlp.down_proj")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_OUT, _QKVZ = "linear_attn.out_proj", "linear_attn.in_proj_qkvz"
+_SPLIT_QKVZ = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+_LINEAR = (*_SPLIT_QKVZ, "linear_attn.conv1d", "linear_attn.norm", _OUT)
+DECAY = "linear_attn.A_log"
 _BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
 _QKV_BIASES = {"attention_bias": "attn_q.bias"}
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -68,7 +73,14 @@ class Architecture:
         more: the keys of ``config.json`` that need computing.
         interleaved: whether the two halves of each head of queries and keys are interleaved in the file, row by row.
         fused: the module with the rows of queries, keys and values, which are in turn for each head in the checkpoint.
-        added: to all values of norms in the file.
+        added: to all values of norms in the file, except that of linear attention.
+        tiled: whether the file has the value heads of linear attention by their number within a group, not group by group.
+        joined: by module, those that newer files have instead: queries, keys and values of all groups of linear attention, and
+            gates.
+        parameters: by parameter of a layer, its name in the file, for those that are not a module's weight or bias.
+        squeezed: by module, the dimension of length 1 that its weight has in a checkpoint and may lack in the file.
+        sections: whether rotary embeddings have sections, which differ only for images.
+        predicts: whether files may have further layers that predict more tokens, which are left out.
         values: by tensor of a layer, the field with a number for each layer, and the tensor's shape.
         with_field: the architecture of files with this field.
     """
@@ -94,23 +106,70 @@ class Architecture:
     interleaved: bool = False
     fused: str | None = None
     added: float = 0.0
+    tiled: bool = False
+    joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    squeezed: Mapping[str, int] = field(default_factory=dict)
+    sections: bool = False
+    predicts: bool = False
     values: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     with_field: Mapping[str, Architecture] = field(default_factory=dict)
 
     @property
     def known_fields(self) -> set[str]:
         """The fields that change what a model computes and that it has a use for."""
-        windows = {"attention.sliding_window"} if self.windows is not None else set()
-        return {*self.fields.values(), *self.optional.values(), *self.rope_fields.values()} | windows
+        more = {
+            "attention.sliding_window": self.windows is not None,
+            "rope.dimension_sections": self.sections,
+            "nextn_predict_layers": self.predicts,
+        }
+        own = {*self.fields.values(), *self.optional.values(), *self.rope_fields.values()}
+        return own | {name for name, is_known in more.items() if is_known}
 
-    def row_order(self, module: str, config: Mapping[str, Any]) -> tuple[int, int]:
-        """For a module of a layer: by heads and parts, as ``TensorPlace`` has them."""
-        heads = config["num_attention_heads"]
+    def row_order(self, module: str, config: Mapping[str, Any]) -> BlockOrder | None:
+        """The order of the rows of a module of a layer; None if it is the checkpoint's."""
         if module == self.fused:
-            return heads, 3
+            return by_part(config["num_attention_heads"], (config["head_dim"],) * 3)
         if self.interleaved and module in _QKV[:2]:
-            return heads if module == _QKV[0] else config["num_key_value_heads"], 0
-        return 0, 0
+            return interleaved(config["head_dim"])
+        return self._value_heads(module, config) if module != _OUT else None
+
+    def column_order(self, module: str, config: Mapping[str, Any]) -> BlockOrder | None:
+        """As ``row_order``."""
+        return self._value_heads(module, config) if module == _OUT else None
+
+    def _value_heads(self, module: str, config: Mapping[str, Any]) -> BlockOrder | None:
+        """The order of value heads where they are tiled."""
+        if not self.tiled or not module.startswith("linear_attn.") or module == "linear_attn.norm":
+            return None
+        groups, heads, key_dim, value_dim = _linear_heads(config)
+        if groups == heads:
+            return None
+        has_dim = module in _LINEAR
+        keys = 2 * groups * key_dim if module in ("linear_attn.in_proj_qkv", "linear_attn.conv1d") else 0
+        return by_part(groups, (value_dim if has_dim else 1,) * (heads // groups), keys)
+
+    def joined_order(self, config: Mapping[str, Any]) -> BlockOrder:
+        """The order of the rows of joined modules: queries, keys, values and gates of each group."""
+        groups, heads, key_dim, value_dim = _linear_heads(config)
+        values = heads // groups * value_dim
+        return by_part(groups, (key_dim, key_dim, values, values))
+
+    def added_to(self, module: str) -> float:
+        """The number to add to the values of a module."""
+        return self.added if module.endswith("norm") and module != "linear_attn.norm" else 0.0
+
+    def shape(self, module: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in the checkpoint of a module's weight in the file."""
+        place = self.squeezed.get(module)
+        return stored if place is None or stored[place] == 1 else (*stored[:place], 1, *stored[place:])
+
+
+def _linear_heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Groups and value heads of linear attention, and the dimensions of keys and values."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    groups, heads, key_dim, value_dim = (int(config[f"linear_{name}"]) for name in names)
+    return groups, heads, key_dim, value_dim
 
 
 @dataclass(frozen=True)
@@ -144,6 +203,14 @@ class File:
         if not isinstance(value, int | float):
             raise UserError(f"its {self.name}.{name} is not one number for all layers, which is not supported")
         return _shortest(value) if isinstance(value, float) else value
+
+    @property
+    def num_layers(self) -> int:
+        """Layers without those that predict more tokens. UserError if there are no others."""
+        layers = int(self.number("block_count") - self.number("nextn_predict_layers", 0))
+        if layers < 1:
+            raise UserError(f"it has no layers before the {self.name}.nextn_predict_layers; convert the whole model")
+        return layers
 
     @property
     def head_dim(self) -> int:
@@ -180,6 +247,15 @@ def _latents(file: File) -> dict[str, Any]:
     }
 
 
+def _linear(file: File) -> dict[str, Any]:
+    heads = file.number("ssm.time_step_rank")
+    interval = file.number("full_attention_interval", 4)
+    return {
+        "linear_value_head_dim": file.number("ssm.inner_size") // heads,
+        "layer_types": _kinds(file, "attention.recurrent_layers", interval, "linear_attention"),
+    }
+
+
 _LLAMA = Architecture(
     model_type="llama", class_name="LlamaForCausalLM", modules=(*_ATTENTION, *_GATED, *_NORMS), flags=_BIASES, interleaved=True
 )
@@ -187,6 +263,17 @@ _OLMO3 = Architecture(
     model_type="olmo3", class_name="Olmo3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_POST_NORMS),
     flags=_BIASES, windows=Windows(period=4), local=True,
 )  # fmt: skip
+_LINEAR_FIELDS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count", "linear_num_value_heads": "ssm.time_step_rank",
+}  # fmt: skip
+_HYBRID = Architecture(
+    model_type="qwen3_5_text", class_name="Qwen3_5ForCausalLM", fields=_LINEAR_FIELDS, more=_linear, added=-1.0, partial=True,
+    modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_NORMS, *_LINEAR, "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
+    parameters={DECAY: "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}, squeezed={"linear_attn.conv1d": 1}, tiled=True,
+    sections=True, predicts=True,
+)  # fmt: skip
+_EXPERT_PARTS = [f"mlp.{kind}.{part}" for kind in ("experts", "shared_expert") for part in ("gate_proj", "up_proj", "down_proj")]
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
@@ -196,6 +283,20 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2": Architecture(model_type="qwen2", class_name="Qwen2ForCausalLM", modules=_LLAMA.modules),
     "qwen3": Architecture(
         model_type="qwen3", class_name="Qwen3ForCausalLM", modules=(*_LLAMA.modules, *_QK_NORMS), flags=_BIASES
+    ),
+    "qwen35": _HYBRID,
+    "qwen3next": replace(
+        _HYBRID, model_type="qwen3_next", class_name="Qwen3NextForCausalLM", tiled=False, sections=False,
+        modules=(
+            *_ATTENTION, *_QK_NORMS, *_NORMS, *_LINEAR, _QKVZ, "linear_attn.in_proj_ba", *_EXPERT_PARTS, "mlp.gate",
+            "mlp.shared_expert_gate",
+        ),
+        fields=_LINEAR_FIELDS | {
+            "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+        joined={_QKVZ: _SPLIT_QKVZ}, squeezed={"linear_attn.conv1d": 1, "mlp.shared_expert_gate": 0},
     ),
     "gemma": Architecture(
         model_type="gemma", class_name="GemmaForCausalLM", modules=_LLAMA.modules, flags=_BIASES, constants=_GELU, added=-1.0
@@ -326,7 +427,7 @@ def config_of(file: File) -> dict[str, Any]:
     """
     found = architecture_of(file.metadata)
     number = file.number
-    if number("expert_count", 0):
+    if number("expert_count", 0) and "expert_count" not in found.known_fields:
         raise UserError("it is a mixture of experts, which is not supported; use a dense model")
     if number("block_count") > len(file.shapes):
         raise UserError(
@@ -339,7 +440,7 @@ def config_of(file: File) -> dict[str, Any]:
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": number("embedding_length"),
         "intermediate_size": number("feed_forward_length"),
-        "num_hidden_layers": number("block_count"),
+        "num_hidden_layers": file.num_layers,
         "num_attention_heads": number("attention.head_count"),
         "num_key_value_heads": number("attention.head_count_kv", number("attention.head_count")),
         "head_dim": file.head_dim,
@@ -385,15 +486,21 @@ def _windows(file: File, windows: Windows) -> dict[str, Any]:
     window = file.number("attention.sliding_window", windows.usual or 0) or None
     if windows.period is None:
         return {"sliding_window": window}
-    layers = file.number("block_count")
-    pattern = file.value("attention.sliding_window_pattern")
+    kind = "sliding_attention" if window else "full_attention"
+    return {"sliding_window": window, "layer_types": _kinds(file, "attention.sliding_window_pattern", windows.period, kind)}
+
+
+def _kinds(file: File, name: str, period: int, kind: str) -> list[str]:
+    """The kind of each layer: ``kind``, but every so many-th attends to all positions.
+
+    ``name``: a field with a period in place of ``period``, or with whether each layer is of this kind.
+    """
+    pattern, layers = file.value(name), file.number("block_count")
     if not isinstance(pattern, list):
-        period = pattern or windows.period
-        pattern = [(layer + 1) % period != 0 for layer in range(layers)]
+        pattern = [(layer + 1) % (pattern or period) != 0 for layer in range(layers)]
     if len(pattern) != layers:
-        raise UserError(f"its {file.name}.attention.sliding_window_pattern has {len(pattern)} values for {layers} layers")
-    kinds = ["sliding_attention" if window and is_local else "full_attention" for is_local in pattern]
-    return {"sliding_window": window, "layer_types": kinds}
+        raise UserError(f"its {file.name}.{name} has {len(pattern)} values for {layers} layers")
+    return [kind if is_of_kind else "full_attention" for is_of_kind in pattern[: file.num_layers]]
 
 
 def _rope(file: File, found: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,6 +512,8 @@ def _rope(file: File, found: Architecture, config: Mapping[str, Any]) -> dict[st
     base: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     if found.partial:
         base["partial_rotary_factor"] = rotated / head_dim
+    if found.sections:
+        base["mrope_section"] = (file.value("rope.dimension_sections") or [])[:3]
     scaled = base | _scaling(file, theta, rotated) | {key: file.number(name) for key, name in found.rope_fields.items()}
     if found.local:
         local = file.number("rope.freq_base_swa", found.local_theta or theta)

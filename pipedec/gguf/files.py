@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,11 +20,11 @@ from typing import Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.directories import cache_directory
-from pipedec.gguf.config import FREQUENCIES, LONG, SHORT, File, architecture_of, config_of
+from pipedec.gguf.config import DECAY, FREQUENCIES, LONG, SHORT, Architecture, File, architecture_of, config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
 
-_VERSION = 3  # changes when other files are written
+_VERSION = 4  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
 
 
@@ -151,22 +153,59 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any], dict[str, list[int]]
 
 
 def _places(config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, Any]) -> dict[str, TensorPlace]:
-    architecture = architecture_of(metadata)
-    names = tensor_names(metadata["general.architecture"], architecture, config["num_hidden_layers"])
+    architecture, layers = architecture_of(metadata), config["num_hidden_layers"]
+    names = tensor_names(metadata["general.architecture"], architecture, layers)
+    blocks = metadata[f"{metadata['general.architecture']}.block_count"]
+    unused = (*_FACTORS, *(f"blk.{layer}." for layer in range(layers, blocks)))
     places = {}
     for found in tensors.values():
-        if found.name in _FACTORS:
+        if found.name.startswith(unused):
             continue
         name, kind = names.get(found.name), found.tensor_type.name
         if name is None:
             raise UserError(f"its tensor {found.name} is not part of a {config['model_type']} model")
         if kind not in TYPES:
             raise UserError(f"its tensor {found.name} has the type {kind}, which is not supported; use one of {', '.join(TYPES)}")
-        shape = tuple(int(size) for size in reversed(found.shape))
-        heads, parts = architecture.row_order(name.split(".", 3)[-1].rpartition(".")[0], config)
-        added = architecture.added if name.endswith("norm.weight") else 0.0
-        places[name] = TensorPlace(kind, shape, int(found.data_offset), int(found.n_bytes), heads, parts, added)
+        module = _module(name)
+        shape = architecture.shape(module, tuple(int(size) for size in reversed(found.shape)))
+        places[name] = TensorPlace(
+            kind, shape, int(found.data_offset), int(found.n_bytes), architecture.row_order(module, config),
+            architecture.column_order(module, config), architecture.added_to(module), module == DECAY,
+        )  # fmt: skip
+    return _by_expert(_joined(config, architecture, places))
+
+
+def _module(name: str) -> str:
+    """The module of a tensor, by its name below the layer if it is in one; for a parameter without one its own name."""
+    return re.sub(r"^\w+\.layers\.\d+\.|\.(weight|bias)$", "", name)
+
+
+def _joined(config: dict[str, Any], architecture: Architecture, places: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """Tensors of a checkpoint whose rows are two tensors in the file."""
+    order = architecture.joined_order(config) if architecture.joined else None
+    for layer in range(config["num_hidden_layers"]):
+        for module, parts in architecture.joined.items():
+            whole, *found = (f"{architecture.base}.layers.{layer}.{one}.weight" for one in (module, *parts))
+            if all(name in places for name in found):
+                first, rest = (places.pop(name) for name in found)
+                shape = (first.shape[0] + rest.shape[0], *first.shape[1:])
+                places[whole] = replace(first, shape=shape, rows=order, rest=rest)
     return places
+
+
+def _by_expert(places: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
+    """The experts of a layer, which are one tensor in the file, each apart."""
+    found = {}
+    for name, place in places.items():
+        if ".experts." not in name:
+            found[name] = place
+            continue
+        experts, *shape = place.shape
+        size = place.num_bytes // experts
+        for expert in range(experts):
+            own = replace(place, shape=tuple(shape), offset=place.offset + expert * size, num_bytes=size)
+            found[name.replace(".experts.", f".experts.{expert}.")] = own
+    return found
 
 
 def _values(config: dict[str, Any], metadata: dict[str, Any], offsets: dict[str, list[int]]) -> dict[str, TensorPlace]:

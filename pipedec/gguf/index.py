@@ -8,13 +8,14 @@ values; a vector is one row.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipedec.core.errors import UserError
 from pipedec.gguf.config import Architecture
+from pipedec.gguf.orders import BlockOrder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,23 +36,53 @@ class TensorPlace:
     """One tensor in the file.
 
     Attributes:
-        type: of its values, one of TYPES.
-        shape: as in the checkpoint: [R, C], [C], or [].
+        type: of its values in the file, one of TYPES.
+        shape: as in the checkpoint: [R, C] or [R, 1, C], [C], or [].
         offset: its first byte in the file.
         num_bytes: its size in the file.
-        heads: llama.cpp keeps the two halves of each of so many heads interleaved, row by row; 0 if the rows are in order.
-        parts: if not 0, llama.cpp instead keeps so many parts of all heads one after another, which the checkpoint has in turn
-            for each head.
+        rows: the order of the rows of a matrix, or the values of a vector; None if it is the checkpoint's.
+        columns: the same of columns.
         added: to all values, to get those of the checkpoint.
+        is_decay: whether the file has -exp(x) of the checkpoint's values x.
+        rest: the place of the last rows, if they are another tensor in the file.
     """
 
     type: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
-    heads: int = 0
-    parts: int = 0
+    rows: BlockOrder | None = None
+    columns: BlockOrder | None = None
     added: float = 0.0
+    is_decay: bool = False
+    rest: TensorPlace | None = None
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> TensorPlace:
+        """The place that ``asdict`` has written."""
+        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        orders = {
+            name: BlockOrder(found["size"], tuple(found["places"]))
+            for name in ("rows", "columns")
+            if (found := known.get(name)) is not None
+        }
+        rest = known.get("rest")
+        rest = None if rest is None else cls.from_document(rest)
+        return cls(**{**known, "shape": tuple(known["shape"]), "rest": rest, **orders})
+
+    @property
+    def read_type(self) -> str:
+        """The type of its values as a checkpoint's: F32 if blocks have to be widened, because their columns do not stay together
+        or its parts have different types.
+        """
+        is_cut = self.columns is not None and self.type in BLOCKS and self.columns.size % BLOCKS[self.type][0]
+        return "F32" if is_cut or (self.rest is not None and self.rest.type != self.type) else self.type
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a matrix, without those of ``rest``; 1 for a vector or a number."""
+        rest = 0 if self.rest is None else self.rest.shape[0]
+        return self.shape[0] - rest if len(self.shape) > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -67,8 +98,7 @@ class TensorIndex:
         path = directory / INDEX_FILE
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            found = document["tensors"].items()
-            places = {name: TensorPlace(**{**place, "shape": tuple(place["shape"])}) for name, place in found}
+            places = {name: TensorPlace.from_document(place) for name, place in document["tensors"].items()}
             return cls(directory / document["file"], places)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path} is no index of a GGUF file ({error}); copy the checkpoint again") from None
@@ -84,7 +114,7 @@ class TensorIndex:
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C]; a vector as a whole, [C], and a number, [].
+        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C]; a vector as a whole, [C], a number, [].
 
         Raises UserError as ``raw``.
         """
@@ -93,38 +123,61 @@ class TensorIndex:
         from gguf.quants import dequantize
 
         place = self.tensors[name]
-        values = dequantize(self.raw(name, first, last), GGMLQuantizationType[place.type])
-        if len(place.shape) < 2:
-            values = values[0, _order(place)] if place.shape else values.reshape(())
+        values = self._rows(place, first, last, lambda rows, kind: dequantize(rows, GGMLQuantizationType[kind]))
+        is_matrix = len(place.shape) > 1
+        values = values.reshape((-1, *place.shape[1:]) if is_matrix else place.shape)
+        if place.rows is not None and not is_matrix:
+            values = values[place.rows.indices(len(values))]
+        if place.columns is not None:
+            values = values[..., place.columns.indices(values.shape[-1])]
+        values = np.log(-values) if place.is_decay else values
         return values + np.float32(place.added) if place.added else values
 
     def raw(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
-        """A copy of rows ``first`` up to ``last`` of a matrix as they are in the file, uint8 [rows, bytes of a row], in the order
-        of the checkpoint; what is no matrix is one row, in that of the file.
+        """A copy of rows ``first`` up to ``last`` of a matrix whose blocks stay as they are, uint8 [rows, bytes of a row], in the
+        order of the checkpoint; what is no matrix is one row, in that of the file.
 
         Raises UserError if the file cannot be read, or is shorter than it was.
         """
+        place = self.tensors[name]
+        rows: npt.NDArray[np.uint8] = self._rows(place, first, last, lambda rows, _: rows)
+        if place.columns is None:
+            return rows
+        num_bytes = place.columns.size * rows.shape[1] // place.shape[-1]
+        return rows[:, BlockOrder(num_bytes, place.columns.places).indices(rows.shape[1])]
+
+    def _rows(
+        self, place: TensorPlace, first: int, last: int | None, convert: Callable[[npt.NDArray[np.uint8], str], npt.NDArray[Any]]
+    ) -> npt.NDArray[Any]:
+        """Converted rows of a matrix in the order of the checkpoint, with columns in that of the file.
+
+        ``convert``: from bytes, [rows, bytes of a row], and their type.
+        """
         import numpy as np
 
-        place = self.tensors[name]
-        is_matrix = len(place.shape) > 1
-        num_rows = place.shape[0] if is_matrix else 1
+        rows = np.arange(place.shape[0] if len(place.shape) > 1 else 1)
+        if place.rows is not None and len(place.shape) > 1:
+            rows = place.rows.indices(len(rows))
+        rows = rows[first:last]
+        if place.rest is None:
+            return convert(self._mapped(place)[rows], place.type)
+        is_here = rows < place.num_rows
+        parts = ((is_here, place, rows), (~is_here, place.rest, rows - place.num_rows))
+        found = [(chosen, convert(self._mapped(part)[own[chosen]], part.type)) for chosen, part, own in parts if chosen.any()]
+        result = np.empty((len(rows), found[0][1].shape[1]), found[0][1].dtype)
+        for chosen, values in found:
+            result[chosen] = values
+        return result
+
+    def _mapped(self, place: TensorPlace) -> npt.NDArray[np.uint8]:
+        """The bytes of all rows in the file, without those of ``rest``. Raises UserError as ``raw``."""
+        import numpy as np
+
+        shape = place.num_rows, place.num_bytes // place.num_rows
         try:
-            mapped = np.memmap(self.file, np.uint8, "r", place.offset, (num_rows, place.num_bytes // num_rows))
+            return np.memmap(self.file, np.uint8, "r", place.offset, shape).view(np.ndarray)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.file} cannot be read ({error}); download it again") from None
-        rows = _order(place)[first:last] if is_matrix else np.zeros(1, np.int64)
-        return mapped.view(np.ndarray)[rows]
-
-
-def _order(place: TensorPlace) -> npt.NDArray[np.int64]:
-    """For each row of a matrix, or value of a vector, its place in the file."""
-    import numpy as np
-
-    rows = np.arange(place.shape[0])
-    if place.parts:
-        return rows.reshape(place.parts, place.heads, -1).swapaxes(0, 1).reshape(-1)
-    return rows.reshape(place.heads, -1, 2).swapaxes(1, 2).reshape(-1) if place.heads else rows
 
 
 def write_quantized(directory: Path, tensors: Mapping[str, npt.NDArray[np.float32]], kind: str) -> None:
@@ -163,4 +216,8 @@ def tensor_names(name: str, architecture: Architecture, num_layers: int) -> dict
     modules = [f"{base}.layers.{layer}.{module}" for layer in range(num_layers) for module in architecture.modules]
     modules += [f"{base}.{architecture.embedding}", f"{base}.{architecture.norm}", architecture.head]
     named = {known.get_name(module): module for module in modules}
-    return {f"{name}.{kind}": f"{module}.{kind}" for name, module in named.items() if name for kind in ("weight", "bias")}
+    names = {f"{name}.{kind}": f"{module}.{kind}" for name, module in named.items() if name for kind in ("weight", "bias")}
+    parameters = architecture.parameters.items()
+    return names | {
+        f"blk.{layer}.{own}": f"{base}.layers.{layer}.{parameter}" for layer in range(num_layers) for parameter, own in parameters
+    }

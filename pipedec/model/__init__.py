@@ -3,13 +3,13 @@
 Knows tensors and Hugging Face checkpoints, but not the cluster, tokenizers or decoding methods.
 """
 
-from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, load_markov
 from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
 from pipedec.model.flash_lanes import described_attention
 from pipedec.model.formats import WidenedMatrix, rounded
+from pipedec.model.rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.model.warm_up import FirstForward, Usual, warm_up
 from pipedec.model.weights import Checkpoint, Target

@@ -20,7 +20,6 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.families import Reach
 from pipedec.model.attention import (
-    LaneRows,
     LayersShape,
     Mask,
     Rectangles,
@@ -32,9 +31,13 @@ from pipedec.model.attention import (
     mask_of,
 )
 from pipedec.model.cache import KVPool
+from pipedec.model.recurrent import RuleInputs, Stashes, convolved, delta_rule, windows
+from pipedec.model.rows import LaneRows
+from pipedec.model.states import StatePool
 from pipedec.tree import Visibility
 
 FEWEST_SLOTS = 128  # that a request in a bucket has
+FEWEST_IN_FLIGHT = 32  # rows that were in flight before, of each request in a bucket, if layers are recurrent
 MOST_FILLING = 4  # the rectangles may have this many times as many rows as the forward
 MOST_GRAPHS = 256  # in one pool
 _WARM_UPS = 2  # runs before a capture, in which libraries allocate their memory
@@ -90,18 +93,20 @@ class CapturedGraphs:
         """
         if self._buffers is None:
             shape = self._shape
-            self._buffers = BucketBuffers(inputs, shape.masks)
+            self._buffers = BucketBuffers(inputs, shape.masks, self.pool.states is not None)
             self._hidden_RE = torch.zeros(CAPTURED_ROWS, shape.hidden_size, dtype=shape.dtype, device=inputs.device)
         tensors, replay = self._graphs.get(bucket) or (BucketTensors.of(bucket, self._buffers), None)
-        tensors.fill(inputs, places, lanes, self.pool.spare_slot)
+        tensors.fill(inputs, places, lanes, self.pool)
         if replay is None:
             pool, shape, output_RE = self.pool, self._shape, self._hidden_RE[: bucket.rows]
 
-            positions, lengths = tensors.places
+            positions, lengths = tensors.positions
 
             def run() -> None:
-                attention = tensors.attention(pool, shape)
-                output_RE.copy_(layers(tensors.inputs, Rows(positions, lengths, tensors.slots, pool, attention)))
+                rows = Rows(
+                    positions, lengths, tensors.slots, pool, tensors.attention(pool, shape), tensors.recurrence(pool.states)
+                )
+                output_RE.copy_(layers(tensors.inputs, rows))
 
             replay = self._capture(run)
             self._graphs[bucket] = tensors, replay
@@ -149,15 +154,22 @@ class Bucket:
     requests: int  # B
     most_rows: int  # M, of any request
     most_slots: int  # N, of any request
+    in_flight: int = 0  # F, rows of any request that were in flight before; 0 without recurrent layers
 
     @classmethod
     def of(cls, lanes: Sequence[LaneRows]) -> Bucket | None:
-        """The smallest bucket that holds these rows; None for too many rows, or requests of very uneven sizes."""
+        """The smallest bucket that holds these rows; None for too many rows, or requests of very uneven sizes, and, with
+        recurrent layers, chunks of prompts or rows of several decode threads.
+        """
+        has_states = lanes[0].cache.states is not None
+        if has_states and any(lane.visibility is None or lane.threads is not None for lane in lanes):
+            return None
         bucket = cls(
             _power(sum(lane.num_rows for lane in lanes)),
             _power(len(lanes)),
             _power(max(lane.num_rows for lane in lanes)),
             _power(max(FEWEST_SLOTS, *(lane.num_slots for lane in lanes))),
+            _power(max(FEWEST_IN_FLIGHT, *(lane.cache.tree_length for lane in lanes))) if has_states else 0,
         )
         return bucket if bucket.is_small else None
 
@@ -170,6 +182,8 @@ class Bucket:
     def is_small(self) -> bool:
         """Whether the buffers are large enough for it, and little of it is padding."""
         in_rectangles, num_slots = self.requests * self.most_rows, self.requests * self.most_slots
+        if self.requests * self.in_flight > CAPTURED_SLOTS or in_rectangles * (self.in_flight + self.most_rows) > CAPTURED_CELLS:
+            return False
         if self.rows > CAPTURED_ROWS or num_slots > CAPTURED_SLOTS or in_rectangles * self.most_slots > CAPTURED_CELLS:
             return False
         return in_rectangles <= MOST_FILLING * self.rows
@@ -186,13 +200,17 @@ def usual_sizes(rows: int, slots: int) -> list[tuple[int, int]]:
 class BucketBuffers:
     """The memory that all buckets of a stage share, for one forward at a time of rows like ``inputs``. It never moves."""
 
-    def __init__(self, inputs: Tensor, masks: Sequence[Mask]) -> None:
+    def __init__(self, inputs: Tensor, masks: Sequence[Mask], has_states: bool) -> None:
         device = inputs.device
         self.reaches = tuple(dict.fromkeys(reach for reach, _ in masks))
         self.inputs = torch.zeros((CAPTURED_ROWS, *inputs.shape[1:]), dtype=inputs.dtype, device=device)
         self.places = torch.zeros(2, CAPTURED_ROWS, dtype=torch.int64, device=device)
         self.indices = torch.zeros((2 + MOST_FILLING) * CAPTURED_ROWS + CAPTURED_SLOTS, dtype=torch.int64, device=device)
         self.seen = torch.zeros(len(self.reaches), CAPTURED_CELLS, dtype=torch.bool, device=device)
+        self.states: tuple[Tensor, Tensor] | None = None  # the memory of ``RecurrentPlaces``: indices, masks
+        if has_states:
+            size = 2 * CAPTURED_ROWS + CAPTURED_SLOTS
+            self.states = self.indices.new_zeros(size), torch.zeros(CAPTURED_CELLS, dtype=torch.bool, device=device)
 
 
 @dataclass(frozen=True)
@@ -201,11 +219,12 @@ class BucketTensors:
 
     bucket: Bucket
     inputs: Tensor  # int64 [R], or hidden_RE
-    places: Tensor  # int64 [2, R], positions and lengths (see ``Rows``)
+    positions: Tensor  # int64 [2, R], positions and lengths (see ``Rows``)
     indices: Tensor  # int64, the memory of ``slots`` and ``rectangles``
     slots: Tensor  # int64 [R], where keys and values are written in the pool
     rectangles: Rectangles  # with T = R
     seen: Mapping[Reach | None, Tensor]  # for each reach, bool [B, M, N]: the slots of its request that a row attends to
+    places: RecurrentPlaces | None  # of recurrent layers
 
     @classmethod
     def of(cls, bucket: Bucket, buffers: BucketBuffers) -> BucketTensors:
@@ -214,19 +233,20 @@ class BucketTensors:
         slots, rectangles = _split(indices, bucket)
         seen = {reach: part[: size[0] * size[1] * size[2]].view(size)
                 for reach, part in zip(buffers.reaches, buffers.seen, strict=True)}  # fmt: skip
-        return cls(bucket, buffers.inputs[:rows], buffers.places[:, :rows], indices, slots, rectangles, seen)
+        places = None if buffers.states is None else RecurrentPlaces.of(bucket, *buffers.states)
+        return cls(bucket, buffers.inputs[:rows], buffers.places[:, :rows], indices, slots, rectangles, seen, places)
 
-    def fill(self, inputs: Tensor, places: Places, lanes: Sequence[LaneRows], spare_slot: int) -> None:
-        """Enter the rows of a forward. Padding rows write to ``spare_slot``, and replace those of earlier forwards.
+    def fill(self, inputs: Tensor, places: Places, lanes: Sequence[LaneRows], pool: KVPool) -> None:
+        """Enter the rows of a forward. Padding rows write to slots that no request has, and replace those of earlier forwards.
 
         Indices are copied all at once, from other memory each time: the host does not wait for a device that still reads them.
         """
         num_rows = sum(lane.num_rows for lane in lanes)
-        for target, source in zip((self.inputs, *self.places), (inputs, *places), strict=True):
+        for target, source in zip((self.inputs, *self.positions), (inputs, *places), strict=True):
             target[:num_rows].copy_(source)
         host = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=self.indices.device.type == "cuda")
         slots, rectangles = _split(host, self.bucket)
-        slots.fill_(spare_slot)
+        slots.fill_(pool.spare_slot)
         starts = accumulate((lane.num_rows for lane in lanes), initial=0)
         rows = [range(start, start + lane.num_rows) for start, lane in zip(starts, lanes, strict=False)]
         for own, lane in zip(rows, lanes, strict=True):
@@ -237,6 +257,12 @@ class BucketTensors:
             seen_BMN.zero_()
             for lane, seen_MN in zip(lanes, seen_BMN, strict=False):
                 _mark_lane(seen_MN[: lane.num_rows], lane, reach)
+        if self.places is not None and pool.states is not None:
+            self.places.fill(lanes, pool.states)
+
+    def recurrence(self, states: StatePool | None) -> RectangleRecurrence | None:
+        """Recurrence of the rows that were entered."""
+        return None if self.places is None or states is None else RectangleRecurrence(self.rectangles, states, self.places)
 
     def attention(self, pool: KVPool, shape: LayersShape) -> RectangleAttention:
         """Attention of the rows that were entered."""
@@ -279,6 +305,70 @@ class RectangleAttention:
         sinks = None if sinks_H is None else folded_sinks(sinks_H, kv_heads, rectangles.rows.shape[1])
         out = attend(rectangles.folded(q_RHD, kv_heads), keys, values, self._biases[mask_of(shape)], shape, sinks)
         return rectangles.unfolded(out, q_RHD.shape[1])
+
+
+@dataclass(frozen=True)
+class RecurrentPlaces:
+    """Where the rows of a bucket and their ancestors are in the memory of recurrent layers."""
+
+    indices: Tensor  # int64, the memory of the next three
+    states: Tensor  # int64 [B], of each request
+    older: Tensor  # int64 [B, F], stashes of the rows that were in flight before
+    own: Tensor  # int64 [R], stashes of the rows
+    seen: Tensor  # bool [B, M, F + M]: ancestors of a row, and itself
+
+    @classmethod
+    def of(cls, bucket: Bucket, indices: Tensor, seen: Tensor) -> RecurrentPlaces:
+        size = bucket.requests, bucket.most_rows, bucket.in_flight + bucket.most_rows
+        sizes = [bucket.requests, bucket.requests * bucket.in_flight, bucket.rows]
+        indices = indices[: sum(sizes)]
+        states, older, own = indices.split(sizes)
+        return cls(indices, states, older.view(bucket.requests, -1), own, seen[: size[0] * size[1] * size[2]].view(size))
+
+    def fill(self, lanes: Sequence[LaneRows], pool: StatePool) -> None:
+        """Enter rows, as ``BucketTensors.fill`` does."""
+        pinned = torch.zeros(len(self.indices), dtype=torch.int64, pin_memory=self.indices.device.type == "cuda")
+        states, older, own = pinned.split([len(self.states), self.older.numel(), len(self.own)])
+        states.fill_(pool.spare_state)
+        for stashes, spare in zip((older, own), pool.spare_rows, strict=True):
+            stashes.fill_(spare)
+        self.seen.zero_()
+        first, in_flight = 0, self.older.shape[1]
+        for number, lane in enumerate(lanes):
+            assert lane.cache.states is not None and lane.visibility is not None
+            before, stashes = lane.cache.tree_length, torch.tensor(lane.cache.states.enter(lane.num_rows))
+            states[number] = lane.cache.states.of_thread(0)
+            older[number * in_flight : number * in_flight + before] = stashes[:before]
+            own[first : first + lane.num_rows] = stashes[before:]
+            seen_RN = lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :]
+            self.seen[number, : lane.num_rows, :before] = seen_RN[:, :before]
+            self.seen[number, : lane.num_rows, in_flight : in_flight + lane.num_rows] = seen_RN[:, before:]
+            first += lane.num_rows
+        self.indices.copy_(pinned, non_blocking=True)
+
+
+class RectangleRecurrence:
+    """Recurrence of a forward's rows in one call per layer."""
+
+    def __init__(self, rectangles: Rectangles, pool: StatePool, places: RecurrentPlaces) -> None:
+        self._rectangles, self._pool, self._places = rectangles, pool, places
+
+    def convolve(self, layer: int, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        """See ``Recurrence``."""
+        memory, places = self._pool.layer(layer), self._places
+        older, past = memory.inputs[places.older], memory.past_inputs[places.states]
+        windows_BMWC = torch.vmap(windows)(inputs_RC[self._rectangles.rows], past, older, places.seen)
+        memory.inputs[places.own] = inputs_RC
+        return convolved(windows_BMWC.flatten(0, 1)[self._rectangles.order], weight_CW, bias_C)
+
+    def mix(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
+        """See ``Recurrence``."""
+        memory, places, rectangles = self._pool.layer(layer), self._places, self._rectangles
+        rows = RuleInputs.of(queries, keys, values, decays, rates, memory.states.dtype).part(rectangles.rows)
+        older = Stashes.read(memory, places.older)
+        out, own = torch.vmap(delta_rule)(rows, memory.states[places.states], older, places.seen)
+        Stashes(*(stashes.flatten(0, 1)[rectangles.order] for stashes in own)).write(memory, places.own)
+        return out.flatten(0, 1)[rectangles.order].to(values.dtype)
 
 
 def _power(number: int) -> int:

@@ -23,7 +23,6 @@ from pipedec.device import to_device
 from pipedec.families import LayerShape
 from pipedec.model.attention import (
     AttentionPart,
-    LaneRows,
     LayersShape,
     Rectangles,
     attention_with_lse,
@@ -31,6 +30,7 @@ from pipedec.model.attention import (
     tree_attention,
 )
 from pipedec.model.cache import KVPool
+from pipedec.model.rows import LaneRows
 
 Placed = tuple[LaneRows, int]  # a lane, and the index of its first row in the forward
 

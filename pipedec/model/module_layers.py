@@ -58,7 +58,7 @@ class ModuleLayers(StageLayers):
             self._stored.setdefault(str(place), []).append(name)
         self._embedding_VE: Matrix | None = None
         self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
-        self._model, self._normed = getattr(self._causal, self._names.base), _Normed()
+        self._model, self._normed = self._causal.get_submodule(self._names.decoder), _Normed()
         setattr(self._causal, self._names.base, self._normed)
         self._embed, self._norm = self._module(self._names.embedding), self._module(self._names.norm)
         self._embed.padding_idx = None  # which need not be one of the rows of a step
@@ -206,10 +206,10 @@ class ModuleLayers(StageLayers):
 
     def _module(self, path: str) -> Any:
         """The module with this path in the whole model."""
-        return self._model.get_submodule(path.removeprefix(self._names.base + "."))
+        return self._model.get_submodule(path.removeprefix(self._names.decoder + "."))
 
     def _replace(self, path: str, module: nn.Module) -> None:
-        self._model.set_submodule(path.removeprefix(self._names.base + "."), module)
+        self._model.set_submodule(path.removeprefix(self._names.decoder + "."), module)
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pipedec.device import to_device
+from pipedec.model.rows import LaneRows
 from pipedec.model.states import LaneStates, LayerStates, StatePool, committed_state
-
-if TYPE_CHECKING:
-    from pipedec.model.attention import LaneRows
 
 CHUNK_ROWS = 64  # of a prompt that are computed at once
 _MOST_WEIGHTS = 1 << 24  # numbers that products with a decay for each number of a key compute at once
@@ -48,6 +46,13 @@ class RuleInputs(NamedTuple):
     decays_RHG: Tensor  # logarithms
     rates_RH: Tensor
 
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor, dtype: torch.dtype) -> RuleInputs:
+        """See ``Recurrence.mix``."""
+        queries, keys, values, decays, rates = (tensor.to(dtype) for tensor in (queries, keys, values, decays, rates))
+        queries = normalised(queries) * queries.shape[-1] ** -0.5
+        return cls(queries, normalised(keys), values, decays.view(*values.shape[:2], -1), rates)
+
     def part(self, rows: slice | Tensor) -> RuleInputs:
         return RuleInputs(*(tensor[rows] for tensor in self))
 
@@ -58,6 +63,15 @@ class Stashes(NamedTuple):
     keys_NJK: Tensor
     updates_NHV: Tensor
     decays_NHG: Tensor  # sums along the path from the past
+
+    @classmethod
+    def read(cls, layer: LayerStates, rows: Tensor) -> Stashes:
+        """Those of ``rows``, int64 of any shape, in the pool."""
+        return cls(layer.keys[rows], layer.updates[rows], layer.decays[rows])
+
+    def write(self, layer: LayerStates, rows: Tensor) -> None:
+        for plane, values in zip((layer.keys, layer.updates, layer.decays), self, strict=True):
+            plane[rows] = values
 
 
 def normalised(vectors: Tensor) -> Tensor:
@@ -130,12 +144,13 @@ def _read(decayed: Tensor, state: Tensor) -> Tensor:
     return by_head.unflatten(1, decayed.shape[:2]).transpose(0, 1)
 
 
-def windows(inputs_NC: Tensor, past_WC: Tensor, seen_RN: Tensor) -> Tensor:
+def windows(inputs_RC: Tensor, past_WC: Tensor, older_NC: Tensor, seen_RN: Tensor) -> Tensor:
     """[R, W, C], the inputs of the convolution along each row's path, its own last.
 
     Args:
-        inputs_NC: those of the rows in flight.
+        inputs_RC: those of the step's rows.
         past_WC: the last W − 1 of the past, [W − 1, C]; or [R, W − 1, C], those of each row's decode thread.
+        older_NC, seen_RN: see ``delta_rule``.
     """
     before = past_WC.shape[-2]
     rows, count = seen_RN.shape
@@ -151,7 +166,7 @@ def windows(inputs_NC: Tensor, past_WC: Tensor, seen_RN: Tensor) -> Tensor:
     else:
         of_rows_R1, offset = torch.zeros_like(in_flight_R1), before
     sources_RW = torch.where(latest_RW >= 0, offset + latest_RW, of_rows_R1 + places_W + in_flight_R1 - 1)
-    return torch.cat((past_WC, inputs_NC))[sources_RW]
+    return torch.cat((past_WC, older_NC, inputs_RC))[sources_RW]
 
 
 def convolved(windows_RWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
@@ -167,7 +182,8 @@ class _TreeRows:
 
     rows: slice
     seen: Tensor  # bool [R, N]
-    stashes: Tensor  # int64 [N], those of the rows in flight
+    older: Tensor  # int64 [N − R], the stashes of the rows that were in flight before
+    own: Tensor  # int64 [R]
     states: Tensor | int  # of the request, or int64 [R], of each row's decode thread
 
     @classmethod
@@ -175,25 +191,22 @@ class _TreeRows:
         assert lane.visibility is not None
         stashes, device = states.enter(lane.num_rows), lane.positions.device
         seen_RN = lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :]
-        places: Tensor | int
+        older, own = to_device(torch.tensor(stashes), device).split([len(stashes) - lane.num_rows, lane.num_rows])
         if lane.threads is None:
-            places = states.of_thread(0)
-        else:
-            places = to_device(torch.tensor([states.of_thread(thread) for thread in lane.threads]), device)
-            if (hidden := states.hidden_from(lane.threads)) is not None:
-                seen_RN = seen_RN & ~to_device(hidden, device)
-        return cls(rows, seen_RN, to_device(torch.tensor(stashes), device), places)
+            return cls(rows, seen_RN, older, own, states.of_thread(0))
+        if (hidden_RN := states.hidden_from(lane.threads)) is not None:
+            seen_RN = seen_RN & ~to_device(hidden_RN, device)
+        of_threads = torch.tensor([states.of_thread(thread) for thread in lane.threads])
+        return cls(rows, seen_RN, older, own, to_device(of_threads, device))
 
     def convolve(self, layer: LayerStates, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
-        layer.inputs[self.stashes[-len(inputs_RC) :]] = inputs_RC
-        return convolved(windows(layer.inputs[self.stashes], layer.past_inputs[self.states], self.seen), weight_CW, bias_C)
+        windows_RWC = windows(inputs_RC, layer.past_inputs[self.states], layer.inputs[self.older], self.seen)
+        layer.inputs[self.own] = inputs_RC
+        return convolved(windows_RWC, weight_CW, bias_C)
 
     def mix(self, layer: LayerStates, rows: RuleInputs) -> Tensor:
-        old, new = self.stashes[: -len(rows.rates_RH)], self.stashes[-len(rows.rates_RH) :]
-        older = Stashes(layer.keys[old], layer.updates[old], layer.decays[old])
-        out_RHV, own = delta_rule(rows, layer.states[self.states], older, self.seen)
-        for plane, values in zip((layer.keys, layer.updates, layer.decays), own, strict=True):
-            plane[new] = values
+        out_RHV, own = delta_rule(rows, layer.states[self.states], Stashes.read(layer, self.older), self.seen)
+        own.write(layer, self.own)
         return out_RHV
 
 
@@ -229,8 +242,25 @@ class _Chunk:
         return torch.cat(found)
 
 
-class Recurrence:
-    """The recurrent layers' memory for the rows of a forward, request by request. Counterpart of ``LaneAttention``."""
+class Recurrence(Protocol):
+    """The recurrent layers of a forward's rows; ``layer`` is one of the stage's. Counterpart of ``RowAttention``."""
+
+    def convolve(self, layer: int, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
+        """The short convolution along each row's path: [R, C], before the activation. Its inputs are kept."""
+
+    def mix(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
+        """The gated delta rule along each row's path: out_RHV, in the dtype of ``values``. The rows' stashes are kept.
+
+        Args:
+            queries, keys: [R, J, K], before they are normalised.
+            values: [R, H, V].
+            decays: [R, H] or [R, H, K], logarithms.
+            rates: [R, H].
+        """
+
+
+class LaneRecurrence:
+    """Recurrence of a forward's rows, request by request."""
 
     def __init__(self, lanes: Sequence[LaneRows]) -> None:
         self._parts: list[_TreeRows | _Chunk] = []
@@ -243,27 +273,12 @@ class Recurrence:
             first += lane.num_rows
 
     def convolve(self, layer: int, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
-        """The short convolution along each row's path: [R, C], before the activation. Its inputs are kept.
-
-        Args:
-            layer: of the stage.
-        """
+        """See ``Recurrence``."""
         memory = self._pool.layer(layer)
         return torch.cat([part.convolve(memory, inputs_RC[part.rows], weight_CW, bias_C) for part in self._parts])
 
     def mix(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
-        """The gated delta rule along each row's path: out_RHV, in the dtype of ``values``. The rows' stashes are kept.
-
-        Args:
-            queries, keys: [R, J, K], before they are normalised.
-            values: [R, H, V].
-            decays: [R, H] or [R, H, K], logarithms.
-            rates: [R, H].
-        """
+        """See ``Recurrence``."""
         memory = self._pool.layer(layer)
-        dtype = memory.states.dtype
-        rows = RuleInputs(
-            normalised(queries.to(dtype)) * queries.shape[-1] ** -0.5, normalised(keys.to(dtype)), values.to(dtype),
-            decays.to(dtype).view(*values.shape[:2], -1), rates.to(dtype),
-        )  # fmt: skip
+        rows = RuleInputs.of(queries, keys, values, decays, rates, memory.states.dtype)
         return torch.cat([part.mix(memory, rows.part(part.rows)) for part in self._parts]).to(values.dtype)

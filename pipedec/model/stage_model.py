@@ -8,6 +8,7 @@ heads, D head size, E hidden size, I inner size of the MLP, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,18 +18,20 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS
 from pipedec.families import DecoderConfig, ModelConfig, StateCounts, TransformersConfig, model_config
-from pipedec.model.attention import LaneAttention, LaneRows, RowAttention, Rows, slots_of
+from pipedec.model.attention import LaneAttention, RowAttention, Rows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
-from pipedec.model.recurrent import Recurrence
+from pipedec.model.recurrent import LaneRecurrence
+from pipedec.model.rows import LaneRows, slots_of
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.states import StatePool
 from pipedec.model.weights import Checkpoint
 
+logger = logging.getLogger(__name__)
 _USUAL_STATES = StateCounts(MAX_NUM_SEQS, 16 * MAX_NUM_SEQS)  # in a pool whose size is not configured
 
 
@@ -90,6 +93,9 @@ class StageModel:
         """
         checkpoint = Checkpoint(directory)
         stage = cls(config or model_config(directory), layers, dtype, device, quantize, widens)
+        if stage.is_first and (left_out := stage.stack.config.left_out(checkpoint.names)):
+            parts = ", ".join(f"{part} ({count} tensor{'s' * (count > 1)})" for part, count in left_out.items())
+            logger.info("left out of %s: %s", directory, parts)
         stage.stack.read(checkpoint, progress or (lambda *_: None))
         return stage
 
@@ -135,7 +141,7 @@ class StageModel:
         pool, shape = lanes[0].cache.pool, self.stack.shape
         positions, lengths = torch.cat([lane.positions for lane in lanes]), torch.cat([lane.lengths() for lane in lanes])
         bucket = None
-        if self.capture is not None and self.stack.can_capture and pool.states is None:
+        if self.capture is not None and self.stack.can_capture:
             if self._graphs is None or self._graphs.pool is not pool:  # graphs contain the addresses of their pool
                 self._graphs = CapturedGraphs(shape, pool, self.capture)
             self._graphs.turn = self.capture_turn
@@ -145,7 +151,7 @@ class StageModel:
         else:
             flash = self.flash
             attention: RowAttention = LaneAttention(lanes, shape) if flash is None else FlashLaneAttention(lanes, shape, flash)
-            recurrence = None if pool.states is None else Recurrence(lanes)
+            recurrence = None if pool.states is None else LaneRecurrence(lanes)
             hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention, recurrence))
         for lane in lanes:
             lane.append()

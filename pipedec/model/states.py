@@ -25,8 +25,8 @@ class LayerStates:
     Attributes:
         states: [states, H, K, V], float32 or wider: those of requests, snapshots, and one that belongs to none.
         past_inputs: [states, W − 1, C], the last inputs of the convolution before each of them.
-        keys, updates, decays, inputs: of rows in flight, [rows, J, K], [rows, H, V], [rows, H, G] and [rows, C]; the last row
-            belongs to none.
+        keys, updates, decays, inputs: of rows in flight, [rows, J, K], [rows, H, V], [rows, H, G] and [rows, C]; the last two
+            rows belong to none.
     """
 
     states: Tensor
@@ -40,7 +40,7 @@ class LayerStates:
     def allocated(
         cls, shape: RecurrentShape, layers: int, counts: StateCounts, dtype: torch.dtype, device: torch.device | str
     ) -> LayerStates:
-        exact, states, rows = torch.promote_types(dtype, torch.float32), counts.states + counts.snapshots + 1, counts.rows + 1
+        exact, (states, rows) = torch.promote_types(dtype, torch.float32), counts.allocated
         sizes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((states, shape.num_heads, shape.key_dim, shape.value_dim), exact),
             ((states, shape.kernel - 1, shape.channels), dtype),
@@ -97,6 +97,16 @@ class StatePool:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for plane in self._planes for tensor in plane.tensors())
+
+    @property
+    def spare_state(self) -> int:
+        """A state that no request has: for padding."""
+        return self.counts.states + self.counts.snapshots
+
+    @property
+    def spare_rows(self) -> tuple[int, int]:
+        """Stashes that no row has, for padding: one to read, which is never written, and one to write."""
+        return self.counts.rows, self.counts.rows + 1
 
     @property
     def free(self) -> tuple[int, int]:

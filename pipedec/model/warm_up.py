@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from pipedec.core.limits import CAPTURED_ROWS
-from pipedec.model.attention import LaneRows
 from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import FEWEST_SLOTS, usual_sizes
+from pipedec.model.rows import LaneRows
 from pipedec.tree import Visibility
 
 if TYPE_CHECKING:
@@ -61,11 +61,14 @@ class FirstForward:
         else:
             seen = torch.ones(self.rows, self.rows, dtype=torch.bool, device=device).tril_()
             lane = LaneRows(positions, cache, Visibility(seen, past, lambda: positions))
-        if not model.is_first:
-            return model.forward(torch.zeros(self.rows, model.config.hidden_size, dtype=model.dtype, device=device), [lane])
-        token_ids = torch.zeros(self.rows, dtype=torch.int64)
-        token_ids[self.rows - self.masks :] = -1 - torch.arange(self.masks)
-        return model.forward(token_ids.to(device), [lane])
+        if model.is_first:
+            inputs = torch.zeros(self.rows, dtype=torch.int64)
+            inputs[self.rows - self.masks :] = -1 - torch.arange(self.masks)
+        else:
+            inputs = torch.zeros(self.rows, model.config.hidden_size, dtype=model.dtype)
+        hidden_RE = model.forward(inputs.to(device), [lane])
+        cache.close()
+        return hidden_RE
 
 
 def warm_up(

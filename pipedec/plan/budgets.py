@@ -1,15 +1,17 @@
-"""The KV memory of a pipeline that can be built: what its ranks need beside it, and how many tokens every rank has room for."""
+"""The memory of a pipeline that can be built: what its ranks need, how many tokens every rank has room for, and how many states
+of recurrent layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pipedec.families import model_by_name
+from pipedec.families import StateCounts, model_by_name
 from pipedec.plan.costs import ModelCosts
 from pipedec.plan.dtypes import kept_formats
-from pipedec.plan.kv_memory import DEFAULT_BYTES, KVBudget, RankBudget, RankNeeds
+from pipedec.plan.kv_memory import DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget, RankNeeds
 from pipedec.plan.spec import PipelineSpec
+from pipedec.plan.state_memory import NO_STATES, counted_states, rows_in_flight
 
 
 def kv_slots(spec: PipelineSpec) -> int:
@@ -25,10 +27,12 @@ def kv_slots(spec: PipelineSpec) -> int:
 
 
 def check_kv_budget(spec: PipelineSpec) -> None:
-    """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens.
+    """Raises UserError if the KV budget holds no request of ``max_model_len``, or not even a few hundred tokens, or if there is
+    no memory for a state of recurrent layers.
 
-    Without a cluster.yaml it is unknown what will be measured.
+    Without a cluster.yaml it is unknown which memory for keys and values will be measured.
     """
+    state_counts(spec), draft_state_counts(spec)
     if spec.places is not None or not spec.measures_memory:
         agreed_budget(spec, {})
 
@@ -38,6 +42,28 @@ def agreed_budget(spec: PipelineSpec, measured: Mapping[int, int]) -> KVBudget:
     budget = kv_budget(spec, measured)
     budget.check(spec.settings.limits.max_model_len, spec.knee)
     return budget
+
+
+def state_counts(spec: PipelineSpec) -> StateCounts:
+    """What every stage's pools hold for recurrent layers, on all ranks the same: by settings and configs alone. UserError if
+    there is no memory for a single state.
+    """
+    costs, limits = _stateless_costs(spec, 1), spec.settings.limits
+    state_bytes = [costs.state_bytes(range(*layers)) for layers in spec.layers]
+    rows = rows_in_flight(spec.knee, spec.settings.passage)
+    return counted_states(state_bytes, limits.state_memory_bytes, limits.max_num_seqs, spec.shares_prefixes, rows)
+
+
+def draft_state_counts(spec: PipelineSpec) -> StateCounts:
+    """As ``state_counts``, of the draft model, whose trees have more rows, and whose requests share no prefixes. None of either
+    without a draft model.
+    """
+    if spec.draft is None:
+        return NO_STATES
+    costs, limits = _stateless_costs(spec, 0), spec.settings.limits
+    rows = TREE_ROWS * (spec.settings.passage + 1)
+    state_bytes = [costs.state_bytes(range(costs.model.num_hidden_layers))]
+    return counted_states(state_bytes, limits.state_memory_bytes, limits.max_num_seqs, False, rows)
 
 
 def kv_budget(spec: PipelineSpec, measured: Mapping[int, int] | None = None) -> KVBudget:
@@ -61,11 +87,16 @@ def rank_needs(spec: PipelineSpec, rank: int) -> RankNeeds:
     token_bytes = costs.token_bytes(layers)
     held_bytes = costs.weight_bytes(layers, rank <= 1, rank in (0, len(spec.layers)))
     beyond_the_slots = spec.kv_block * token_bytes  # memory of the pool for a learned prompt, and unused slots
-    return RankNeeds(held_bytes + costs.rank_bytes + beyond_the_slots, token_bytes)
+    return RankNeeds(held_bytes + costs.state_pool_bytes(layers) + costs.rank_bytes + beyond_the_slots, token_bytes)
 
 
 def _costs(spec: PipelineSpec, rank: int) -> ModelCosts:
     """The costs of the model of a rank."""
+    return replace(_stateless_costs(spec, rank), states=state_counts(spec) if rank else draft_state_counts(spec))
+
+
+def _stateless_costs(spec: PipelineSpec, rank: int) -> ModelCosts:
+    """As ``_costs``, before it is known how many states there are."""
     path, weights = (spec.draft, spec.largest_draft_weights) if rank == 0 else (spec.target, spec.weights)
     max_model_len = spec.settings.limits.max_model_len or 0
     formats = kept_formats(spec.settings.numbers.dequantize)

@@ -9,11 +9,12 @@ from functools import cached_property
 from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
-from pipedec.families import ModelConfig, Shape
+from pipedec.families import Layer, ModelConfig, RecurrentShape, Shape, StateCounts
 from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
 from pipedec.plan.held import HeldWeights, held, together
 from pipedec.plan.roofline import PassTime, pass_time
+from pipedec.plan.state_memory import NO_STATES
 
 # Assumptions about a rank on a GPU, which the driver's figures of a running rank may correct.
 CONTEXT_BYTES = 350_000_000  # the CUDA context, which exists before anything is loaded
@@ -51,6 +52,7 @@ class ModelCosts:
 
     Attributes:
         formats: how weights are kept in memory; by default as the checkpoint has them, unless they are rounded.
+        states: what the pools of recurrent layers hold.
         reads_headers: whether the types of tensors count that only the headers of files give. Plans, which must be the same on
             hosts with other parts of the checkpoint, go by the names in its index alone.
     """
@@ -63,6 +65,7 @@ class ModelCosts:
     utilization: float = 1.0
     formats: Formats | None = None
     reads_headers: bool = False
+    states: StateCounts = NO_STATES
 
     def memory_bytes(self, device: str) -> int:
         """Memory of a device that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
@@ -73,10 +76,29 @@ class ModelCosts:
         """Past and tree cache of layers: the context, a tree layer per timestep of a passage, and the layer that enters."""
         return self._slots * self.token_bytes(layers)
 
+    def state_pool_bytes(self, layers: range) -> int:
+        """The pools of recurrent layers, and the state after a chunk of a prompt, which is apart until its forward succeeds."""
+        states, rows = self.states.allocated
+        stash_bytes = sum(layer.stash_bytes(self.weights.element_bytes) for layer in self._recurrent(layers))
+        return (states + 1) * self.state_bytes(layers) + rows * stash_bytes
+
+    def state_bytes(self, layers: range) -> int:
+        """The state of one request in layers."""
+        return sum(layer.state_bytes(self.weights.element_bytes) for layer in self._recurrent(layers))
+
     def layer_bytes(self) -> list[int]:
-        """Weights and caches of each layer."""
-        slot_bytes = self._slots * self.weights.element_bytes
-        return [layer.num_bytes + slot_bytes * values for layer, values in zip(self._layers, self._cached, strict=True)]
+        """Weights, caches and states of each layer."""
+        layers = [range(layer, layer + 1) for layer in range(len(self._layers))]
+        kept = (self.kv_bytes(layer) + self.state_pool_bytes(layer) for layer in layers)
+        return [weights.num_bytes + num_bytes for weights, num_bytes in zip(self._layers, kept, strict=True)]
+
+    def _recurrent(self, layers: range) -> tuple[RecurrentShape, ...]:
+        """The recurrent ones of these layers."""
+        return tuple(layer for layer in self._shapes[layers.start : layers.stop] if isinstance(layer, RecurrentShape))
+
+    @cached_property
+    def _shapes(self) -> tuple[Layer, ...]:
+        return self.model.layers
 
     @property
     def _slots(self) -> int:
@@ -110,21 +132,26 @@ class ModelCosts:
         largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
         and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
         """
-        group = max(layer.group for layer in self.model.attention_layers)
+        group = max((layer.group for layer in self.model.attention_layers), default=0)
         values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * max(self._cached)
         return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
 
     @cached_property
     def _activation_bytes(self) -> int:
         """With the keys and values that a layer computes from latents, of all slots."""
-        expanded = max(layer.num_heads * (layer.key_dim + layer.value_dim) * bool(layer.latents) for layer in self.model.attention_layers)
+        attention = self.model.attention_layers
+        expanded = max((one.num_heads * (one.key_dim + one.value_dim) * bool(one.latents) for one in attention), default=0)
         values = max(self.rows, PREFILL_ROWS) * self._row_values + self.rows * self.model.vocab_size + self._slots * expanded
         return values * self.weights.element_bytes
 
     @property
     def _row_values(self) -> int:
-        """Activations of one row that a layer holds at a time."""
-        return 4 * self.model.hidden_size + 3 * self.model.inner_size
+        """Activations of one row that a layer holds at a time: with values, gates and outputs of a recurrence, and what goes into
+        its convolution and comes out.
+        """
+        recurrent = self._recurrent(range(self.model.num_hidden_layers))
+        values = max((3 * (layer.num_heads * layer.value_dim + layer.channels) for layer in recurrent), default=0)
+        return 4 * self.model.hidden_size + 3 * self.model.inner_size + values
 
     def weight_bytes(self, layers: range, first: bool, last: bool) -> int:
         """Weights of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored
@@ -134,12 +161,15 @@ class ModelCosts:
     def pass_time(self, device: DeviceSpec, layers: range, last: bool) -> PassTime:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
         read = together([*(self._layers[layer] for layer in layers), self._ends(False, last)])
-        return pass_time(device, read, self.weights.dtype, len(layers), self.token_bytes(layers))
+        return pass_time(device, read, self.weights.dtype, len(layers), self.token_bytes(layers), self.state_bytes(layers))
 
     def layer_ms(self, device: DeviceSpec) -> list[float]:
         """A pass of ``rows`` rows through each layer alone."""
-        times = {layer: pass_time(device, layer, self.weights.dtype, 1).ms(self.rows) for layer in set(self._layers)}
-        return [times[layer] for layer in self._layers]
+        states = [self.state_bytes(range(layer, layer + 1)) for layer in range(len(self._layers))]
+        layers = list(zip(self._layers, states, strict=True))
+        dtype = self.weights.dtype
+        times = {one: pass_time(device, one[0], dtype, 1, state_bytes=one[1]).ms(self.rows) for one in set(layers)}
+        return [times[one] for one in layers]
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
         """Bytes that a device leaves for layers beside everything else, of which another rank may have taken a part. Below 0 if
@@ -150,7 +180,7 @@ class ModelCosts:
     @cached_property
     def _cached(self) -> tuple[int, ...]:
         """Elements of one token in the KV cache of each layer."""
-        return tuple(layer.cached.num_values for layer in self.model.layers)
+        return tuple(layer.cached.num_values for layer in self._shapes)
 
     @cached_property
     def _layers(self) -> tuple[HeldWeights, ...]:

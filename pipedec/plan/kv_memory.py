@@ -16,6 +16,7 @@ from pipedec.validation import shown_bytes
 DEFAULT_BYTES = 2 * 2**30  # per rank, where no device says how much there is
 TREE_ROWS = 512  # in flight per timestep of a passage, all requests together
 LEAST_TOKENS = 256  # a budget for fewer is a mistake
+UNLIMITED = 2**40  # tokens of a rank whose layers keep nothing of a token
 CPU_BLOCK = 16  # slots that are handed out together
 CUDA_BLOCK = 256  # that flash-attention with block tables needs
 
@@ -34,7 +35,9 @@ class GpuMemory:
 
 @dataclass(frozen=True)
 class RankNeeds:
-    """Bytes that one rank allocates on its GPU: weights and workspace without the CUDA context; a token in all of its layers."""
+    """Bytes that one rank allocates on its GPU: weights, states and workspace without the CUDA context; a token in all of its
+    layers.
+    """
 
     fixed_bytes: int
     token_bytes: int
@@ -45,12 +48,13 @@ def tokens_beside(usable: int, needs: Iterable[RankNeeds]) -> int:
     fit.
     """
     needs = list(needs)
-    return (usable - sum(one.fixed_bytes for one in needs)) // sum(one.token_bytes for one in needs)
+    left, token_bytes = usable - sum(one.fixed_bytes for one in needs), sum(one.token_bytes for one in needs)
+    return left // token_bytes if token_bytes else -1 if left < 0 else UNLIMITED
 
 
 @dataclass(frozen=True)
 class RankBudget:
-    """Bytes that one rank may use for keys and values, and those of one token in all of its layers."""
+    """Bytes that one rank may use for keys and values, and those of one token in all of its layers: 0 if no layer attends."""
 
     rank: int
     num_bytes: int
@@ -58,7 +62,7 @@ class RankBudget:
 
     @property
     def tokens(self) -> int:
-        return max(0, self.num_bytes) // max(self.token_bytes, 1)
+        return max(0, self.num_bytes) // self.token_bytes if self.token_bytes else UNLIMITED
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,17 @@ from pipedec.config.settings import Cut
 from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_ROWS, DRAFTED_ROWS, KNEE_ROWS, MAX_FORWARDS, MAX_PASSAGE
 from pipedec.core.stage_message import ROW_ID_BYTES, Load
-from pipedec.families import checkpoint_dtype, model_by_name
+from pipedec.families import StateCounts, checkpoint_dtype, model_by_name
 from pipedec.formats import ALL_PLAIN, DTYPE_BYTES, WeightFormat
 from pipedec.hardware import DEVICES, GIGA, DeviceSpec, LinkSpec
 from pipedec.methods import LayerTreeOptions
 from pipedec.plan.costs import ModelCosts, RankTiming
 from pipedec.plan.curves import expected_top1, timesteps_per_token
 from pipedec.plan.dtypes import Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
-from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, KVBudget, RankBudget
-from pipedec.plan.placement import Placement, balance, explicit_layers, place_ranks
+from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget
+from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, place_ranks
 from pipedec.plan.roofline import PassTime
+from pipedec.plan.state_memory import counted_states, rows_in_flight
 from pipedec.topology import Topology
 
 _LEAST_GAIN = 0.05  # a passage longer than there are groups must gain so much, as it needs more memory
@@ -39,6 +40,7 @@ class StagePlan:
         group: the group G_i of the stage, from 1.
         weight_bytes, kv_bytes, workspace_bytes: the memory it takes; KV for all that the plan gives it, and at least for one
             request of the whole context and the rows of its tree.
+        state_pool_bytes: memory of its recurrent layers' pools.
         memory_bytes: what ranks may take of the device's memory, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
         rows: of a full tree layer.
@@ -56,6 +58,7 @@ class StagePlan:
     kv_token_bytes: int
     timing: RankTiming
     rows: int
+    state_pool_bytes: int = 0
     shared: bool = False
 
     @property
@@ -70,12 +73,17 @@ class StagePlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes + self.workspace_bytes
+        return self.fixed_bytes + self.kv_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """The memory it takes beside keys and values."""
+        return self.weight_bytes + self.state_pool_bytes + self.workspace_bytes
 
     @property
     def kv_room(self) -> int:
         """Bytes that are left for keys and values. A processor's memory is nominal: no more than the default counts."""
-        left = max(0, self.memory_bytes - self.weight_bytes - self.workspace_bytes)
+        left = max(0, self.memory_bytes - self.fixed_bytes)
         return left if DEVICES[self.placement.device].is_gpu else min(left, DEFAULT_BYTES)
 
     @property
@@ -115,6 +123,7 @@ class Plan:
     duplex: str
     passage: int  # timesteps from a row's entry to its verdict: the groups, and those in which it is on links
     kv: KVBudget
+    states: StateCounts  # of the stages
     problems: tuple[str, ...]  # why the plan cannot run, in whole sentences; empty if it can
     listed_us: float | None = None  # as of ``Places``
     measured: Measured = Measured()
@@ -289,6 +298,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     draft_place, places = found.draft, found.stages
     weights, draft_weights = _weights(config, draft_place, places)
     check_quantize("quantize", weights.quantize, config.target, target)
+    shares = settings.limits.prefix_cache and not target.depends_on_length
     utilization, formats = settings.limits.gpu_memory_utilization, kept_formats(settings.numbers.dequantize)
     costs = ModelCosts(target, weights, width, max_model_len, passage, utilization, formats)
     kept = target.formats if formats is None else formats
@@ -299,8 +309,13 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
         draft_costs = replace(costs, model=model_by_name(config.draft), weights=draft_weights)
         check_quantize("draft_quantize", draft_weights.quantize, config.draft, draft_costs.model)
         draft_layers = range(draft_costs.model.num_hidden_layers)
+        draft_costs = _with_states(draft_costs, [draft_layers], settings, shares, TREE_ROWS * (settings.passage + 1))
         draft = _plan_rank(draft_costs, 0, draft_place, 0, draft_layers, entry, ROW_ID_BYTES, is_last=True)
+    even = even_layers(target.num_hidden_layers, cut.stages)
+    costs = _with_states(costs, even, settings, shares, rows_in_flight(0, settings.passage))
     layers, problems = _split(costs, cut, places, draft)
+    room = room_of(_on_devices(costs, places, layers))
+    costs = _with_states(costs, layers, settings, shares, rows_in_flight(room, settings.passage))
     topology, receivers = Topology.even(cut.stages, cut.num_groups), [*(place.host for place in places[1:]), found.host]
     is_rounded = settings.cluster.wire_dtype == "int8"  # to bytes and a scale for each row
     row_bytes = target.hidden_size + DTYPE_BYTES["float32"] if is_rounded else target.hidden_size * weights.element_bytes
@@ -334,8 +349,21 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
         problems = problems or [str(error)]
     return Plan(
         name, config.target, weights, numbers, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex,
-        passage, kv, tuple(problems), found.listed_us, measured,
+        passage, kv, costs.states, tuple(problems), found.listed_us, measured,
     )  # fmt: skip
+
+
+def _on_devices(costs: ModelCosts, places: Sequence[Placement], layers: Sequence[range]) -> list[tuple[DeviceSpec, PassTime]]:
+    """The device of each stage, and a pass through it."""
+    devices = [DEVICES[place.device] for place in places]
+    ends = [stage == len(places) for stage in range(1, len(places) + 1)]
+    return [(device, costs.pass_time(device, own, last)) for device, own, last in zip(devices, layers, ends, strict=True)]
+
+
+def _with_states(costs: ModelCosts, layers: Sequence[range], settings: Settings, shares: bool, rows: int) -> ModelCosts:
+    """With as many states as the settings leave room for on ranks with these layers, and stashes for so many rows of trees."""
+    limits, state_bytes = settings.limits, [costs.state_bytes(own) for own in layers]
+    return replace(costs, states=counted_states(state_bytes, limits.state_memory_bytes, limits.max_num_seqs, shares, rows))
 
 
 def _weights(config: ClusterConfig, draft: Placement | None, stages: Sequence[Placement]) -> tuple[WeightFormat, WeightFormat]:
@@ -383,7 +411,7 @@ def _plan_rank(
     return StagePlan(
         rank, place, group, layers, costs.weight_bytes(layers, rank <= 1, is_last), costs.kv_bytes(layers),
         costs.workspace_bytes(device.name), costs.memory_bytes(device.name), costs.token_bytes(layers),
-        RankTiming(costs.pass_time(device, layers, is_last), link, row_bytes), costs.rows,
+        RankTiming(costs.pass_time(device, layers, is_last), link, row_bytes), costs.rows, costs.state_pool_bytes(layers),
     )  # fmt: skip
 
 
@@ -393,9 +421,9 @@ def _with_shares(draft: StagePlan | None, stages: tuple[StagePlan, ...]) -> tupl
     stage = next((stage for stage in stages if draft and stage.placement == draft.placement), None)
     if draft is None or stage is None:
         return draft, stages
-    fixed = draft.weight_bytes + draft.workspace_bytes
-    left = stage.memory_bytes - fixed - stage.weight_bytes - stage.workspace_bytes
-    part = max(fixed + left * draft.kv_token_bytes // (draft.kv_token_bytes + stage.kv_token_bytes), 0)
+    left = stage.memory_bytes - draft.fixed_bytes - stage.fixed_bytes
+    token_bytes = draft.kv_token_bytes + stage.kv_token_bytes
+    part = max(draft.fixed_bytes + left * draft.kv_token_bytes // max(token_bytes, 1), 0)
     shared = replace(stage, memory_bytes=stage.memory_bytes - part, shared=True)
     return replace(draft, memory_bytes=part, shared=True), tuple(shared if one is stage else one for one in stages)
 

@@ -21,7 +21,7 @@ class PassTime:
     """Duration of one forward pass through some layers on a device: a roofline plus kernel launches.
 
     Attributes:
-        read_ms: time to read the weights from memory once.
+        read_ms: time to read the weights from memory once, and the state of recurrent layers, which is also written.
         row_ms: time to multiply one row by them at the peak rate.
         launch_ms: launch overhead of the kernels.
         past_ms: time to read one token's keys and values in the KV cache.
@@ -57,14 +57,18 @@ class PassTime:
         return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
 
 
-def pass_time(device: DeviceSpec, weights: HeldWeights, dtype: str, layers: int = 0, past_bytes: int = 0) -> PassTime:
+def pass_time(
+    device: DeviceSpec, weights: HeldWeights, dtype: str, layers: int = 0, past_bytes: int = 0, state_bytes: int = 0
+) -> PassTime:
     """A forward pass on ``device`` of rows in ``dtype`` by these weights, those of ``layers`` layers and perhaps of a head.
 
-    ``past_bytes`` are those of one token in the KV caches of the layers.
+    ``past_bytes`` are those of one token in the KV caches of the layers, ``state_bytes`` those of one request's state in the
+    recurrent ones. Rows of one request are assumed, whose pass reads the state and commits to it. The stashes of rows in flight
+    are not counted: those of a tree are small beside a state.
     """
     byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA)
     return PassTime(
-        read_ms=weights.read_bytes(device.is_gpu) * byte_ms,
+        read_ms=(weights.read_bytes(device.is_gpu) + 2 * state_bytes) * byte_ms,
         row_ms=1000 * 2 * weights.parameters / device.peak_flops(dtype),
         launch_ms=layers * LAUNCH_US_PER_LAYER / 1000,
         past_ms=past_bytes * byte_ms,

@@ -154,7 +154,7 @@ class PipelineSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether requests share the keys and values of equal prefixes. They differ where they depend on a prompt's length."""
-        return self.settings.limits.prefix_cache and not self._target_config.depends_on_length and not self._target_config.is_recurrent
+        return self.settings.limits.prefix_cache and not self._target_config.depends_on_length
 
     @property
     def _target_config(self) -> ModelConfig:

@@ -15,6 +15,7 @@ from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
 from pipedec.plan.placement import Placement
+from pipedec.plan.state_memory import NO_STATES
 
 _PROMPT_TOKENS = 1000
 _REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
@@ -33,14 +34,15 @@ def plan_table(plan: Plan, draft_top1: float | None = None) -> Group:
     table.add_column("group", justify="right")
     table.add_column("server", overflow="ellipsis", max_width=20, no_wrap=True)
     table.add_column("device", no_wrap=True)
-    for heading in ("layers", "weights\nGB", "KV\nGB", "other\nGB", "total /\nusable GB", "compute\nms", "send\nms"):
+    kept = "KV\nGB" if plan.states == NO_STATES else "KV,\nstates"
+    for heading in ("layers", "weights\nGB", kept, "other\nGB", "total /\nusable GB", "compute\nms", "send\nms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in ([plan.draft] if plan.draft else []) + list(plan.stages):
         device = f"{row.placement.device} #{row.placement.index}{' *' if row.shared else ''}"
         table.add_row(
             str(row.rank), str(row.group) if row.group else "draft", row.placement.host,
             device, f"{row.layers.start}-{row.layers.stop - 1}",
-            *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes, row.workspace_bytes)),
+            *(f"{part / GIGA:.1f}" for part in (row.weight_bytes, row.kv_bytes + row.state_pool_bytes, row.workspace_bytes)),
             f"{row.total_bytes / GIGA:.1f} / {row.memory_bytes / GIGA:.1f}", f"{row.compute_ms:.1f}", f"{row.transfer_ms:.2f}",
             style=None if row.fits else "red",
         )  # fmt: skip
@@ -101,11 +103,24 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         f"  first token          {plan.ttft_ms(_PROMPT_TOKENS):7.1f} ms   of a prompt of {_PROMPT_TOKENS:,} tokens",
         f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
+        *_states(plan),
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
         "",
         f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
         _line("requests", [f"{plan.kv.requests(tokens):,}" for tokens in _REQUEST_TOKENS]),
+    ]
+
+
+def _states(plan: Plan) -> list[str]:
+    """A line about the states of recurrent layers, if the target has any."""
+    if plan.states == NO_STATES:
+        return []
+    sizes = [stage.state_pool_bytes / GIGA for stage in plan.stages]
+    return [
+        f"  states               {plan.states.states:7,} of running requests, {plan.states.snapshots:,} after prefixes; "
+        f"rows in flight: {plan.states.rows:,}",
+        f"{'':<30}in all {min(sizes):.1f} to {max(sizes):.1f} GB per rank",
     ]
 
 

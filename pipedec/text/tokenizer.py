@@ -237,13 +237,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: ``default``, and ``tool_use`` where a checkpoint has another one for tools."""
+    """Chat templates by name: ``default``, and ``tool_use`` where a checkpoint has another one for tools.
+
+    Multimodal checkpoints may have theirs in ``chat_template.json``, where transformers' processors look for it.
+    """
     path, others = directory / "chat_template.jinja", directory / "additional_chat_templates"
     if path.exists():
         return {file.stem: file.read_text(encoding="utf-8") for file in others.glob("*.jinja")} | {
             "default": path.read_text(encoding="utf-8")
         }
-    source = config.get("chat_template")
+    source = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(source, list):
         return {entry["name"]: entry["template"] for entry in source}
     return {} if source is None else {"default": source}

@@ -206,7 +206,7 @@ def _batches(ordered: list[list[int]], most_prompts: int, most_tokens: int) -> l
 def _generate(target: Model, batch: list[list[int]], new_tokens: int, draws: bool) -> Iterator[Continuation]:
     """One batch through transformers' ``generate``, padded on the left."""
     ends = end_tokens(target)
-    pad = target.config.pad_token_id if target.config.pad_token_id is not None else 0
+    pad = target.config.get_text_config().pad_token_id or 0
     longest = max(map(len, batch))
     ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
     mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch], device=target.device)
@@ -301,7 +301,8 @@ def _invent(target: Model, tokenizer: Tokenizer, before: str, opening: str, seed
     torch.manual_seed(seed)
     before_ids = tokenizer.encode(before + opening, add_special_tokens=False)
     ids = torch.tensor([before_ids] * BATCH_PROMPTS, device=target.device)
-    how: dict[str, Any] = {"max_new_tokens": _LONGEST, "use_cache": True, "pad_token_id": target.config.pad_token_id or 0}
+    pad = target.config.get_text_config().pad_token_id or 0
+    how: dict[str, Any] = {"max_new_tokens": _LONGEST, "use_cache": True, "pad_token_id": pad}
     output = target.generate(ids, attention_mask=torch.ones_like(ids), **how, **_INVENTION)
     ends = end_tokens(target)
     rows = (row[: min(map(row.index, ends & set(row)))] for row in output[:, len(before_ids) :].tolist() if ends & set(row))

@@ -88,8 +88,8 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
         size.model_type, vocab_size=len(embedding_DE), hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_hidden_layers, num_attention_heads=size.num_attention_heads,
         num_key_value_heads=size.kv_heads, head_dim=HEAD_DIM,
-        max_position_embeddings=target.config.max_position_embeddings, rope_parameters=_ROPE, tie_word_embeddings=True,
-        initializer_range=_STD, bos_token_id=None, eos_token_id=None,
+        max_position_embeddings=target.config.get_text_config().max_position_embeddings, rope_parameters=_ROPE,
+        tie_word_embeddings=True, initializer_range=_STD, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     draft = LlamaForCausalLM(config)
     # The embeddings, projected to as many main directions as the draft is wide, and scaled to the deviation of new weights.
@@ -238,7 +238,7 @@ def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], he
 def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations, seed: int, run: Run) -> Path:
     """A new draft in ``run.work``, the same whenever it is made."""
     learned = [found for part in answered.training.values() for found in part]
-    tokenizer, size = load_tokenizer(path), target.config.vocab_size
+    tokenizer, size = load_tokenizer(path), target.config.get_text_config().vocab_size
     vocabulary = None if shape.vocabulary is None else frequent_tokens(learned, shape.vocabulary, tokenizer, size)
     path = run.work / "new" / "draft"
     if run.replicas.is_first:
@@ -258,7 +258,7 @@ def learn(
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
     target = load_transformers(target_path, torch.bfloat16, run.device)
     draft = load_transformers(draft_path, torch.float32, run.device)
-    sizes = draft.config.vocab_size, target.config.vocab_size
+    sizes = draft.config.vocab_size, target.config.get_text_config().vocab_size
     vocabulary = DraftVocabulary.between(draft_path, *sizes, run.device)
     short, long = (_lesson(target, rows, length, recipe, run, vocabulary) for length in (recipe.length, recipe.long_length))
     num_long = 0 if not len(long.ids) else recipe.long_batch if len(short.ids) else recipe.batch

@@ -126,7 +126,7 @@ class Learned(nn.Module):
     def __init__(self, target: Any, num_masks: int, num_prompt_tokens: int, prompting: str, start_std: float, seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        hidden = target.config.hidden_size
+        hidden = target.config.get_text_config().hidden_size
         self.is_deep = prompting != "shallow"
         shape = prompt_shape(target, num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
         self.masks = nn.Parameter(torch.randn(num_masks, hidden, generator=generator) * start_std)
@@ -152,7 +152,7 @@ class Learned(nn.Module):
 
 def prompt_shape(target: Any, num_prompt_tokens: int) -> tuple[int, ...]:
     """[L, 2, K, Q, D] of this target."""
-    config = target.config
+    config = target.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return config.num_hidden_layers, 2, config.num_key_value_heads, num_prompt_tokens, head_dim
 

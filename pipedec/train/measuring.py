@@ -104,7 +104,7 @@ class HeldOut:
 
     def measure(self, draft_path: Path) -> dict[str, dict]:
         """Loss and agreement of the draft as it is stored, computed in float32."""
-        draft = MeasuredDraft.load(draft_path, self.target.config.vocab_size, self.target.device)
+        draft = MeasuredDraft.load(draft_path, self.target.config.get_text_config().vocab_size, self.target.device)
         return {
             "held_out": {} if self.on_text is None else self.on_text(self.target, draft),
             "on_policy": on_policy_agreement(draft, self.answered, self.target.device),

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
+from pipedec.families.multimodal import auto_class, text_config
 from pipedec.families.transformers import is_recurrent
 from pipedec.formats import ALL_PLAIN, PLAIN
 from pipedec.gguf import model_files
@@ -40,19 +41,21 @@ Choose = Callable[[list[DecodeThread]], DecodeThread]
 
 @torch.no_grad()
 def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
-    """A causal language model, not in training mode.
+    """A causal language model, or a multimodal one with all its parts, not in training mode.
 
     Args:
         model: the directory of a checkpoint, or a GGUF file. Weights that are stored in fewer bits are widened.
         options: of transformers, further ones by name.
     """
     config, directory = model_config(model), model_files(model)
-    if config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=dtype, local_files_only=True, **options).to(device).eval()
     stated = AutoConfig.from_pretrained(directory)
-    if hasattr(stated, "quantization_config"):
-        del stated.quantization_config
-    made = AutoModelForCausalLM.from_config(stated, dtype=dtype, **options)
+    if config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
+        made = auto_class(stated).from_pretrained(model, dtype=dtype, local_files_only=True, **options)
+        return made.to(device).eval()
+    for part in (stated, text_config(stated)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    made = auto_class(stated).from_config(stated, dtype=dtype, **options)
     state, checkpoint, targets = made.state_dict(), Checkpoint(model), dict[str, Target]()
     for name, shape in span_shapes(config, LayerSpan(range(config.num_hidden_layers), True, True), checkpoint.names).items():
         place = config.places[name] if isinstance(config, TransformersConfig) else name
@@ -73,8 +76,11 @@ class Reference:
         self._device = chosen_device(spec.settings.cut.device)
         self._model = load_transformers(spec.target, DTYPES[spec.dtype], self._device)
         if (quantize := spec.settings.numbers.quantize) is not None:
+            text = self._model.get_decoder(), self._model.get_output_embeddings()
+            rounds = {id(weight) for module in text for weight in module.parameters()}
+            # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
             for name, weight in self._model.named_parameters():
-                if weight.dim() == 2:  # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
+                if id(weight) in rounds and weight.dim() == 2:
                     weight.data.copy_(rounded(weight.data, quantize if ".layers." in name else "int8"))
         self._end_token_ids = list(end_token_ids(spec.target))
         self._sequences = Sequences(spec.target)

@@ -199,7 +199,7 @@ def _check(config: ModelConfig, files: dict[str, tuple[Path, ...]], recipe: Thre
     for name in files:
         if recipe.form == "unrolled" and load_dialect(name).join is not None:
             raise UserError(f"--form unrolled is for dialects without joins, which {name} has: use --form tree")
-    windows = [layer.reach.size for layer in config.layers if layer.reach is not None]
+    windows = [layer.reach.size for layer in config.attention_layers if layer.reach is not None]
     if windows and min(windows) < recipe.max_length:
         raise UserError(
             f"the target's attention window has {min(windows)} tokens, but samples may have {recipe.max_length}: "

@@ -1,4 +1,4 @@
-"""Tiny random models of every causal architecture of transformers that has a pipeline plan."""
+"""Tiny random models of every causal architecture of transformers that has a pipeline plan, and of some multimodal ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+
+from pipedec.families.multimodal import auto_class
 
 LAYERS, VOCABULARY = 5, 64
 _LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
@@ -20,7 +22,7 @@ _LATENTS = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
 }  # fmt: skip
-_RECURRENT = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]}
+_HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"]}
 _DELTA_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
@@ -32,12 +34,26 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},  # as in its largest dense model
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    "qwen3_5_text": _RECURRENT | _DELTA_HEADS,
-    "qwen3_next": _RECURRENT | _DELTA_HEADS | {"num_experts": 0, "mlp_only_layers": list(range(LAYERS))},
-    "olmo_hybrid": _RECURRENT | _DELTA_HEADS | {"linear_num_key_heads": 4},
-    "kimi_linear": _RECURRENT | _KIMI_HEADS,
-    "bailing_hybrid": _RECURRENT | _KIMI_HEADS,
+    "qwen3_5_text": _HYBRID | _DELTA_HEADS,
+    "qwen3_next": _HYBRID | _DELTA_HEADS | {"num_experts": 0, "mlp_only_layers": list(range(LAYERS))},
+    "olmo_hybrid": _HYBRID | _DELTA_HEADS | {"linear_num_key_heads": 4},
+    "kimi_linear": _HYBRID | _KIMI_HEADS,
+    "bailing_hybrid": _HYBRID | _KIMI_HEADS,
 }
+_TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 16, "image_size": 28, "patch_size": 14, "depth": 1, "num_heads": 2, "out_hidden_size": 64,
+    "deepstack_visual_indexes": [], "fullatt_block_indexes": [0],
+}  # fmt: skip
+_THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}
+_RECURRENT = {
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
+}  # fmt: skip
+MULTIMODAL: dict[str, dict[str, Any]] = {  # with what the text model of each has besides
+    "gemma3": {}, "gemma4": _OWN["gemma4_text"], "mistral3": {}, "qwen2_5_vl": _THREE_AXES, "qwen3_vl": _THREE_AXES,
+    "qwen3_5": _RECURRENT,
+}  # fmt: skip
 
 
 @cache
@@ -48,14 +64,29 @@ def architectures() -> tuple[str, ...]:
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """As small as the architecture allows, with windows of 8 where it has windows. ``changes``: keys with other values."""
-    usual = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **_tiny_sizes(AutoConfig.for_model(model_type)) | _OWN.get(model_type, {}) | changes)
+
+
+def tiny_multimodal_config(model_type: str, **changes: Any) -> Any:
+    """One of ``MULTIMODAL``, with a tower for images of one layer. ``changes``: keys of the text model with other values."""
+    text = AutoConfig.for_model(model_type).text_config
+    tower = AutoConfig.for_model("gemma4_vision") if model_type == "gemma4" else AutoConfig.for_model(model_type).vision_config
+    return AutoConfig.for_model(
+        model_type,
+        text_config={"model_type": text.model_type} | _tiny_sizes(text) | MULTIMODAL[model_type] | changes,
+        vision_config={"model_type": tower.model_type} | {name: size for name, size in _TOWER.items() if hasattr(tower, name)},
+        **dict.fromkeys(("image_token_id", "image_token_index", "video_token_id"), VOCABULARY),  # no token of the text
+    )
+
+
+def _tiny_sizes(usual: Any) -> dict[str, Any]:
     sizes = {name: size for name, size in _SIZES.items() if name in usual.to_dict()}
     if hasattr(usual, "kv_lora_rank"):
         sizes |= {name: size for name, size in _LATENTS.items() if hasattr(usual, name)}
         sizes.pop("head_dim", None)
     if "sliding_attention" in (getattr(usual, "layer_types", None) or ()):
         sizes["layer_types"] = _LAYER_TYPES
-    return AutoConfig.for_model(model_type, **sizes | _OWN.get(model_type, {}) | changes)
+    return sizes
 
 
 def save_config(model_type: str, folder: Path) -> None:
@@ -70,9 +101,10 @@ def save_config(model_type: str, folder: Path) -> None:
 def save_model(model_type: str, folder: Path, **changes: Any) -> None:
     """With weights that are large enough for tokens to depend on their whole context, and norms that are not trivial.
 
-    ``changes``: see ``tiny_config``.
+    ``changes``: see ``tiny_config`` and ``tiny_multimodal_config``.
     """
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+    config = (tiny_multimodal_config if model_type in MULTIMODAL else tiny_config)(model_type, **changes)
+    model: PreTrainedModel = auto_class(config).from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

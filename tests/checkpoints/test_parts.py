@@ -10,9 +10,8 @@ from support.checkpoints import save_tiny, save_tiny_llama
 from support.quantized_files import write_quantized_checkpoint
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import CheckpointPart, LayerSpan, TensorFiles, check_here, merged, rank_parts
+from pipedec.checkpoints import INDEX_FILE, CheckpointPart, LayerSpan, TensorFiles, check_here, merged, rank_parts
 from pipedec.checkpoints.parts import missing_files
-from pipedec.checkpoints.tensors import INDEX_FILE
 from pipedec.core.errors import UserError
 
 LAYERS = [(0, 3), (3, 6), (6, 8)]

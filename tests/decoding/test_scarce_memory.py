@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 from support.simulation import KnowingDrafter, begin, close_lane, entered, judge, scheduler_of, updates
+from support.toy_dialects import IDS, sequence_of, toy
 from support.toy_structures import ToyStructure, rule_of
 
 from pipedec.core.errors import UserError
@@ -14,6 +15,7 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request, Scheduler
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import StaticTreeOptions
 from pipedec.threads import Sequence
@@ -149,3 +151,101 @@ def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
     assert paused(scheduler) == []
     scheduler.adopt(KnowingDrafter(random.Random(0)))
     assert paused(scheduler) == [0] and paused(scheduler) == []
+
+
+def with_states(states: int, rows: int = 300, knee: int = 16) -> Scheduler:
+    return scheduler_of(2, knee=knee, states=StateCounts(states, rows))
+
+
+def test_a_request_opens_only_if_a_state_is_free() -> None:
+    two = with_states(2)
+    for number in range(4):
+        arrive(two, number, (1, 2, 3))
+    assert entered(two) == {0: 3, 1: 3} and two.num_waiting == 2
+    assert entered(two) == {}
+    two.cancel(0)
+    assert entered(two) == {2: 3}
+
+
+def test_a_request_of_a_better_priority_takes_the_state_of_the_youngest_of_the_worst() -> None:
+    two = with_states(2)
+    arrive(two, 0, (1, 2, 3), priority=1)
+    arrive(two, 1, (4, 5, 6), priority=1)
+    assert entered(two) == {0: 3, 1: 3}
+    arrive(two, 2, (7, 8))
+    found = updates(two)
+    assert found[1].verdict == Verdict((), "paused") and found[2].opening is not None
+    arrive(two, 3, (9,), priority=1)
+    assert entered(two) == {} and paused(two) == []
+
+
+def test_certain_rows_come_first_and_in_the_order_of_service() -> None:
+    """Three answers of one row at a time, and stashes for two rows."""
+    few = with_states(3, rows=2)
+    for number in range(3):
+        arrive(few, number, (1, 2, 3))
+    assert entered(few) == {0: 3, 1: 3, 2: 3}
+    for number in range(3):
+        judge(few, number, Verdict.of(50))
+    assert entered(few) == {0: 1, 1: 1}
+    assert entered(few) == {}
+    judge(few, 1, Verdict.of(51))
+    assert entered(few) == {1: 1}, "the second comes before the third, which waits"
+    judge(few, 0, Verdict.of(51, finished="stop"))
+    assert entered(few) == {2: 1}
+
+
+def drafted(scheduler: Scheduler) -> None:
+    """Draft whole trees, after prompts."""
+    for _ in range(4):
+        scheduler.draft()
+
+
+def test_rows_that_enter_together_wait_until_all_fit() -> None:
+    """No younger request takes the stashes for which they wait."""
+    drafter = KnowingDrafter(random.Random(0))
+    drafter.answers = {0: [], 1: []}
+    few = scheduler_of(2, drafter, states=StateCounts(3, 12))
+    options = StaticTreeOptions(layer_rows := 4, 4, 2)
+    for number in range(2):
+        begin(few, TokenizedRequest(number, (1, 2, 3), SamplingParams(max_tokens=9), "stpp", options))
+    arrive(few, 2, (1, 2, 3))
+    assert entered(few) == {0: 3, 1: 3, 2: 3}
+    for number in range(3):
+        judge(few, number, Verdict.of(50))
+    drafted(few)
+    whole = 1 + 2 * layer_rows
+    assert entered(few) == {0: whole}, "9 of 12 rows: the second's tree does not fit, and the third comes after it"
+    judge(few, 0, Verdict.of(70))
+    drafted(few)
+    assert entered(few) == {0: whole}, "the first is served first"
+    judge(few, 0, Verdict.of(70, finished="stop"))
+    assert entered(few) == {1: whole, 2: 1}
+
+
+def test_trees_that_can_never_fit_are_refused() -> None:
+    few = scheduler_of(2, KnowingDrafter(random.Random(0)), states=StateCounts(3, 12))
+    options = StaticTreeOptions(4, 4, 3)
+    with pytest.raises(
+        UserError, match=r"^13 rows of the request enter together, but there is memory for 12 rows of trees in rec"
+    ):
+        begin(few, TokenizedRequest(0, (1, 2, 3), SamplingParams(max_tokens=9), "stpp", options))
+
+
+def test_threads_take_the_states_of_the_newest_requests() -> None:
+    three = with_states(3)
+    dialect = toy("apar", no_opening_after=())
+    begin(three, TokenizedRequest(0, (1, 2, 3), SamplingParams(max_tokens=50), "pp"), lambda: sequence_of(dialect, 3, 50))
+    for number in (1, 2):
+        arrive(three, number, (1, 2, 3))
+    assert entered(three) == {0: 3, 1: 3, 2: 3}
+    for number in (1, 2):
+        judge(three, number, Verdict.of(50))
+    judge(three, 0, Verdict.of(IDS["a"]))
+    assert set(entered(three)) == {0, 1, 2}
+    judge(three, 0, Verdict.of(IDS["[Fork]"]))
+    found = updates(three)
+    assert found[2].verdict == Verdict((), "paused") and found[0].verdict is not None and list(found)[:2] == [2, 0]
+    assert three.num_running == 2
+    close_lane(three, 2)
+    assert 2 not in updates(three), "the answer in two threads, and the second, have all states"

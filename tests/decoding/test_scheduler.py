@@ -16,9 +16,10 @@ from pipedec import threads
 from pipedec.core.errors import UserError
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Verdict
-from pipedec.decoding import Experience, LaneSizes
+from pipedec.decoding import Experience, LaneSizes, Phase
 from pipedec.decoding.budget import RESERVED
 from pipedec.decoding.draft_rounds import DRAFT_KNEE
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, StaticTreeOptions
 
@@ -33,17 +34,25 @@ from pipedec.methods import BestFirstOptions, StaticTreeOptions
     growth=st.sampled_from((0, 8, 128)),
     loses=st.booleans(),
     late=st.integers(-40, 40),
+    snapshots=st.sampled_from((None, None, 0, 2, 5, 40)),
+    states=st.sampled_from((None, None, (1, 60), (2, 90), (5, 60), (15, 34))),
 )
-def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares, ahead, growth, loses, late) -> None:
+def test_all_requests_end_whatever_is_beside_them(
+    seed, capacity, block, shares, ahead, growth, loses, late, snapshots, states
+) -> None:
     """With its own tokens, in steps that a stage's tree takes, however little memory there is; and nothing is left of those that
     are gone. The simulated stage checks that every lane has its own text in its slots, whatever is shared, paused and resumed.
 
     Args:
         loses: stages lose everything now and then.
+        states: states and rows of recurrent layers, which the simulated stage counts.
         late: when the draft model comes; if negative, it is there from the beginning.
+        snapshots: places for states of recurrent layers, with which no BiTA runs.
     """
-    kv = None if capacity is None else KVManager(capacity, block, shares)
-    simulation = Simulation(seed, kv, LaneSizes(ahead, growth))
+    kv = None if capacity is None else KVManager(capacity, block, shares, snapshots)
+    methods = {name: options for name, options in METHODS.items() if name != "bita" or snapshots is None}
+    counts = None if states is None else StateCounts(*states)
+    simulation = Simulation(seed, kv, LaneSizes(ahead, growth), counts, methods=methods)
     if late >= 0:
         simulation.draft_late()
     for number in range(60):
@@ -64,7 +73,7 @@ def test_all_requests_end_whatever_is_beside_them(seed, capacity, block, shares,
     judge(simulation.scheduler, 7, Verdict.of(1))  # of a request that is gone: void
     if kv is not None:
         assert (kv.used_slots, kv.free_slots) == (0, kv.capacity)
-        assert shares or simulation.cached == 0
+        assert (shares and snapshots != 0) or simulation.cached == 0
 
 
 @examples(20)
@@ -160,6 +169,24 @@ def test_without_speculation_nothing_is_drafted_and_prompts_are_made_up_for() ->
         scheduler.draft()
         assert len(drafter.prompts[0]) == rows
     assert drafter.forwards[:4] == [0, 0, 0, 1], "rows are drafted behind the whole prompt"
+
+
+def test_chunks_of_prompts_end_where_states_of_recurrent_layers_are_kept() -> None:
+    scheduler = scheduler_of(1, knee=64, kv=KVManager(4096, 16, snapshots=4))
+    prompt = tuple(range(100))
+    openings, chunks = list[tuple[object, ...]](), list[list[int]]()
+    for number, text in enumerate((prompt, prompt, (*prompt[:40], *[200] * 60), (*prompt[:40], *[300] * 9))):
+        begin(scheduler, TokenizedRequest(number, text, method="pp"))
+        chunks.append([])
+        while scheduler.requests[number].phase is not Phase.RUNNING:
+            update = updates(scheduler)[number]
+            assert update.step is not None
+            chunks[number].append(update.step.num_rows)
+            if (opening := update.opening) is not None:
+                openings.append((opening.cached, opening.snapshot, opening.snapshots))
+        scheduler.cancel(number)
+    assert openings == [(0, None, ((96, 0),)), (96, 0, ()), (0, None, ((32, 1), (96, 2))), (32, 1, ((48, 3),))]
+    assert chunks == [[64, 32, 4], [4], [32, 64, 4], [16, 1]]
 
 
 def test_an_empty_prompt_is_refused() -> None:

@@ -30,7 +30,7 @@ from pipedec.decoding import LaneSizes
 from pipedec.directories import reference_pair
 from pipedec.engine.local import LocalAnswer, LocalPipeline
 from pipedec.methods import find_method
-from pipedec.model.recurrent import Recurrence
+from pipedec.model.recurrent import LaneRecurrence
 from pipedec.stage.worker import StageWorker
 from pipedec.threads import Dialect, Sequence, bind
 from pipedec.verify.reference import load_transformers
@@ -90,7 +90,9 @@ class Models:
 
 @cache
 def _pipeline(target: Path, stages: int, draft: Path | None, slots: int | None = None) -> LocalPipeline:
-    spec = bare_spec(target, LAYERS, (stages, stages), draft, model_impl="transformers").replaced(max_num_seqs=8)
+    spec = bare_spec(target, LAYERS, (stages, stages), draft, model_impl="transformers").replaced(
+        max_num_seqs=32
+    )  # and as many states
     return LocalPipeline.load(spec if slots is None else with_slots(spec, slots), LaneSizes(ahead=16))
 
 
@@ -225,7 +227,7 @@ def test_a_forward_that_fails_for_one_request_leaves_the_states_of_others(
     """It fails in the last recurrent layer, when all others have been written: those of others are computed again."""
     pipeline, requests, calls = models.pipeline(family, 1), requests_of((30, 45, 60), 14), 0
     wanted = [alone(models, family, request) for request in requests]
-    usual_forward, usual_mix, entering = vars(StageWorker)["_forward"], Recurrence.mix, list[int]()
+    usual_forward, usual_mix, entering = vars(StageWorker)["_forward"], LaneRecurrence.mix, list[int]()
 
     def forward(worker: StageWorker, steps: Any, entered: Any, numbers: Any) -> Any:
         nonlocal calls
@@ -233,13 +235,13 @@ def test_a_forward_that_fails_for_one_request_leaves_the_states_of_others(
         calls += len(numbers) > 1 and 1 in numbers
         return usual_forward(worker, steps, entered, numbers)
 
-    def mix(recurrence: Recurrence, layer: int, *rows: Any) -> Any:
+    def mix(recurrence: LaneRecurrence, layer: int, *rows: Any) -> Any:
         if layer == LAST_RECURRENT and 1 in entering and calls > spared:
             raise IndexError("that is out of range")
         return usual_mix(recurrence, layer, *rows)
 
     monkeypatch.setattr(StageWorker, "_forward", forward)
-    monkeypatch.setattr(Recurrence, "mix", mix)
+    monkeypatch.setattr(LaneRecurrence, "mix", mix)
     list(pipeline.run_all({1: requests}))
     found = pipeline.answers
     assert found[1].finished == "failed" and said(found[1]) == wanted[1][: len(said(found[1]))]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.captures import Repeated
-from support.checkpoints import save_tiny
+from support.checkpoints import HYBRID, save_tiny
 from support.flash_stand_in import flash_attn_varlen_func
 from support.quantized_files import QUANTIZATION, WRITERS
 from support.random_requests import Requests
@@ -23,7 +23,9 @@ from pipedec.model.formats import empty_matrix, rounded
 
 LAYERS = range(1, 4)
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 5}, "qwen3": {"head_dim": 16}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "mistral": {"sliding_window": 5}, "qwen3": {"head_dim": 16}, "qwen3_5_text": HYBRID,
+}  # fmt: skip
 
 
 def stages_of(path: Path, family: str, dtype: torch.dtype, device: str) -> list[StageModel]:

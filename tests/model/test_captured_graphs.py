@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.bita_files import save_random_bita
 from support.captures import Compiled, Frozen, Repeated
-from support.checkpoints import save_tiny
+from support.checkpoints import HYBRID, save_tiny
 from support.examples import examples
 from support.kv_caches import read_cache
 from support.random_requests import Requests
@@ -46,6 +46,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (family, changes) in MODELS.items():
         save_tiny(family, folder / name, **changes)
         save_random_bita(folder / f"{name}-bita", folder / name, 2)
+    save_tiny("qwen3_5_text", folder / "hybrid", **HYBRID)
     return folder
 
 
@@ -103,6 +104,20 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
         alone.advance()
         padded.advance()
     assert captured.capture.replays == 6
+
+
+@examples(30)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6))
+def test_padded_forwards_of_recurrent_layers_equal_those_without_padding(directory: Path, seed: int, count: int) -> None:
+    """Rows of trees with others in flight; chunks of prompts are not captured."""
+    plain, captured = (load(directory, "transformers:hybrid") for _ in range(2))
+    captured.capture = capture = Frozen()
+    alone, padded = Requests(plain, seed, count, 16, False), Requests(captured, seed, count, 16, True)
+    for _ in range(8):
+        torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-4, rtol=1e-4)  # decays are in float32
+        alone.advance()
+        padded.advance()
+    assert capture.captures <= capture.replays
 
 
 @pytest.mark.slow

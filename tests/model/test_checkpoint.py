@@ -11,7 +11,7 @@ from support.stage_chain import lone_cache
 from pipedec.checkpoints import LayerSpan, span_shapes
 from pipedec.core.errors import UserError
 from pipedec.families import model_config
-from pipedec.model.attention import LaneRows
+from pipedec.model.rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.model.weights import Checkpoint
 

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from pipedec.families import KVShape
 from pipedec.model import KVCache, KVPool
-from pipedec.model.attention import slots_of
+from pipedec.model.rows import slots_of
 
 LAYERS, HEADS, HEAD_DIM = 2, 3, 4
 SHAPES = [KVShape(HEADS, HEAD_DIM, HEAD_DIM)] * LAYERS

@@ -21,7 +21,7 @@ from pipedec.core.verdict import Accepted, Verdict
 from pipedec.families import KVShape, RecurrentShape, StateCounts
 from pipedec.model.attention import LaneRows
 from pipedec.model.cache import KVCache, KVPool
-from pipedec.model.recurrent import Recurrence, normalised
+from pipedec.model.recurrent import LaneRecurrence, normalised
 from pipedec.model.states import StatePool
 from pipedec.stage.worker import Lane
 from pipedec.threads import Sequence, State
@@ -199,7 +199,7 @@ class Grown:
 
 def computed(lanes: list[LaneRows], tokens: list[Token]) -> list[tuple[Tensor, Tensor]]:
     """The convolution and the rule of a forward, by layer."""
-    recurrence, found = Recurrence(lanes), []
+    recurrence, found = LaneRecurrence(lanes), []
     for layer, weight in enumerate(WEIGHTS):
         *rule, inputs = (torch.stack(column) for column in zip(*(token.fed[layer] for token in tokens), strict=True))
         found.append((recurrence.convolve(layer, inputs, weight), recurrence.mix(layer, *rule)))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pipedec.core.errors import UserError
 from pipedec.families import model_config
-from pipedec.model.attention import LaneRows
+from pipedec.model.rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 

@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
+from support.gguf_hybrids import HYBRIDS, hybrid_fields, hybrid_tensors
+
 Floats = npt.NDArray[np.float32]
 # By model_type of transformers, where the architecture has another name.
 NAMES = {
     "mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "phi": "phi2", "olmo3": "olmo2", "cohere": "command-r",
-    "gpt_neox": "gptneox",
+    "gpt_neox": "gptneox", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35",
 }  # fmt: skip
 _PERMUTED = ("llama", "mistral", "ministral3", "olmo", "granite", "smollm3", "arcee")
 _PARTLY_TURNED = ("phi", "phi3", "glm4", "gpt_neox")
@@ -77,7 +79,15 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
         values["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if kind in _WITH_PATTERN and config.get("sliding_window"):
         values["attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in config["layer_types"]]
-    return values | _scaling(config)
+    return values | hybrid_fields(config) | _scaling(config)
+
+
+def file_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_new: bool = True) -> dict[str, Floats]:
+    """The tensors as the file has them, by names that the library's map knows. ``is_new``: as for ``hybrid_tensors``."""
+    if config["model_type"] in HYBRIDS:
+        return hybrid_tensors(config, tensors, is_new)
+    numbers = ".act_fn"  # numbers that are metadata
+    return {name: converted(config, name.rpartition(".")[0], values) for name, values in tensors.items() if numbers not in name}
 
 
 def converted(config: Mapping[str, Any], module: str, values: Floats) -> Floats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.numpy import load_file
 
 from pipedec.core.errors import UserError
 from pipedec.engine.build import checked
-from support.gguf_architectures import NAMES, converted, factors, fields_of, layer_values
+from support.gguf_architectures import NAMES, factors, fields_of, file_tensors, layer_values
 
 Floats = npt.NDArray[np.float32]
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")  # the gguf library reads them, but does not write them
@@ -32,6 +33,7 @@ def save_gguf(
     extra_tensors: Mapping[str, Floats] | None = None,
     architecture: str | None = None,
     kinds: Mapping[str, str] | None = None,
+    is_new: bool = True,
     **fields: Any,
 ) -> Path:
     """Write a checkpoint of one safetensors file as GGUF; return ``path``.
@@ -43,6 +45,7 @@ def save_gguf(
         tokenizer: the fields below ``tokenizer.ggml``, and ``chat_template``; those of the checkpoint's byte-level BPE if None.
             Without one a tokenizer that knows no text.
         architecture: in GGUF, if not the usual one of the checkpoint's model_type.
+        is_new: whether by a converter of today; the older one of Qwen3-Next writes a matrix that is two now.
         leave_out: tensors, by their names in the file, that are not written.
         fields: of metadata, with ``__`` for a dot, added to the usual ones or put in their place; None leaves one out.
     """
@@ -58,7 +61,7 @@ def save_gguf(
     for name, value in {**sizes(config, architecture), **values_of_layers, **tokens, **named}.items():
         if value is not None:
             _add(writer, name, value)
-    tensors = tensors_of(checkpoint, config, architecture)
+    tensors = tensors_of(checkpoint, config, architecture, is_new)
     for name, values in {**tensors, **factors(config), **(extra_tensors or {})}.items():
         if name not in leave_out:
             _write_tensor(writer, name, values, next((own for part, own in (kinds or {}).items() if part in name), kind))
@@ -83,18 +86,16 @@ def sizes(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{name}": value for name, value in fields_of(config).items()}
 
 
-def tensors_of(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Floats]:
+def tensors_of(checkpoint: Path, config: Mapping[str, Any], architecture: str, is_new: bool = True) -> dict[str, Floats]:
     """The tensors by their names in a GGUF file, with their values and rows as llama.cpp has them."""
     known = get_tensor_name_map(
         next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture), config["num_hidden_layers"]
     )
-    named = {}
-    for name, values in load_file(checkpoint / "model.safetensors").items():
-        base, _, suffix = name.rpartition(".")
-        if ".act_fn" not in name:  # numbers that are metadata
-            stored = converted(config, base, values)
-            named[f"{known.get_name(base)}.{suffix}"] = np.ascontiguousarray(stored, dtype=np.float32)
-    return named
+    stored = file_tensors(config, load_file(checkpoint / "model.safetensors"), is_new)
+    return {
+        str(known.get_name(name, (".weight", ".bias"))): np.ascontiguousarray(values, dtype=np.float32)
+        for name, values in stored.items()
+    }
 
 
 def byte_level_tokenizer(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:
@@ -125,22 +126,22 @@ def _silent_tokenizer(vocab_size: int) -> dict[str, Any]:
 
 
 def quantized(values: Floats, kind: str) -> npt.NDArray[Any]:
-    """Values in the bytes of a type, uint8 [R, bytes of a row]. For one of K_TYPES: random blocks."""
+    """Values in the bytes of a type, uint8 [..., bytes of a row]. For one of K_TYPES: random blocks."""
     number = GGMLQuantizationType[kind]
     if kind not in K_TYPES:
         return quantize(values, number)
     values_per_block, bytes_per_block = GGML_QUANT_SIZES[number]
-    rows, columns = values.shape
+    rows, columns = math.prod(values.shape[:-1]), values.shape[-1]
     generator = np.random.default_rng(rows + columns)
     blocks = generator.integers(0, 256, (rows * columns // values_per_block, bytes_per_block), np.uint8)
     for place, scale in _RANDOM_SCALES[kind].items():
         scales = generator.uniform(0.5, 1.5, (len(blocks), 1)) * scale
         blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
+    return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _write_tensor(writer: GGUFWriter, name: str, values: Floats, kind: str) -> None:
-    if values.ndim == 1 or values.shape[1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
+    if values.ndim == 1 or values.shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]:
         writer.add_tensor(name, values)
     else:
         writer.add_tensor(name, quantized(values, kind), raw_dtype=GGMLQuantizationType[kind])

@@ -37,7 +37,10 @@ class Requests:
                 order = self._random.sample(range(cache.tree_length), self._random.randint(0, cache.tree_length))
                 split = self._random.randint(0, len(order))
                 kept = sorted(order[split:])
-                cache.commit(*(torch.tensor(part, dtype=torch.int64, device=self._device) for part in (order[:split], kept)))
+                cache.commit(self._indices(order[:split]), self._indices(kept))
+
+    def _indices(self, rows: list[int]) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)
 
     def _rows(self, index: int) -> LaneRows:
         cache, chooser = self._caches[index], self._random

@@ -19,6 +19,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import NewRequest, RequestUpdate, SlotRuns, Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Drafter, Experience, LaneSizes, Request, Resources, Scheduler, TimestepTiming
+from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, BitaOptions, PipeDecOptions, StaticTreeOptions
 from pipedec.threads import NewSequence
@@ -112,10 +113,13 @@ class KnowingDrafter(IdleDrafter):
 
 
 class Stage:
-    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it."""
+    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it. At each place for
+    states, the digest of the tokens that they are of.
+    """
 
     def __init__(self) -> None:
         self.memory: dict[int, int] = {}
+        self.states: dict[int, int] = {}
         self.lanes: dict[int, Lane] = {}
 
     def check(self) -> None:
@@ -155,6 +159,8 @@ class Lane:
         for index in range(opening.copied[1]):
             target = self.slots[opening.cached - opening.copied[1] + index]
             stage.memory[target] = stage.memory[opening.copied[0] + index]
+        self._snapshots = dict(opening.snapshots)
+        assert opening.snapshot is None or stage.states[opening.snapshot] == self._digest
 
     def extend(self, slots: SlotRuns) -> None:
         self.slots += [slot for start, count in slots for slot in range(start, start + count)]
@@ -186,9 +192,17 @@ class Lane:
         self._write_rows(rows - len(chunk))
         self.arrivals.insert(0, is_last)
         assert len(self.past) > first
+        assert not any(first < tokens < len(self.past) for tokens in self._snapshots), "chunks end where states are kept"
+        if (place := self._snapshots.get(len(self.past))) is not None:
+            self._stage.states[place] = self._digest
+
+    @property
+    def _digest(self) -> int:
+        """That of all its past."""
+        return self._stage.memory[self.slots[len(self.past) - 1]] if self.past else 0
 
     def _commit(self, tokens: list[int]) -> None:
-        memory, digest = self._stage.memory, self._stage.memory[self.slots[len(self.past) - 1]] if self.past else 0
+        memory, digest = self._stage.memory, self._digest
         for token in tokens:
             digest = memory[self.slots[len(self.past)]] = hash((digest, token))
             self.past.append(token)
@@ -245,10 +259,11 @@ def entered(scheduler: Scheduler) -> dict[int, int]:
 def scheduler_of(
     passage: int, drafter: Drafter | None = None, knee: int = KNEE_ROWS, kv: KVManager | None = None,
     lane_sizes: LaneSizes = LaneSizes(), trained_masks: int = 0, experience: Experience | None = None,
+    states: StateCounts | None = None,
 ) -> Scheduler:  # fmt: skip
     """A scheduler without requests."""
     resources = Resources(experience or Experience(passage), drafter, trained_masks=trained_masks)
-    return Scheduler(resources, kv, knee, lane_sizes)
+    return Scheduler(resources, kv, knee, lane_sizes, states=states)
 
 
 def begin(scheduler: Scheduler, request: TokenizedRequest, new_sequence: NewSequence | None = None) -> Request:
@@ -284,6 +299,7 @@ class Simulation:
 
     Attributes:
         kv: None for as much memory as anybody wants.
+        states: of the stage's recurrent layers; None if it has none.
         timesteps: so far.
         texts: what conversations were about: prompts begin with the beginning of one.
         methods: of the requests.
@@ -295,6 +311,7 @@ class Simulation:
     seed: int
     kv: KVManager | None = None
     lane_sizes: LaneSizes = LaneSizes()
+    states: StateCounts | None = None
     running: dict[int, Running] = field(default_factory=dict)
     timesteps: int = 0
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [()])
@@ -317,7 +334,7 @@ class Simulation:
         self._closing: list[tuple[int, int, str]] = []  # when every stage has closed a lane: timestep, request, reason
 
     def _new_scheduler(self, drafter: Drafter | None) -> Scheduler:
-        return scheduler_of(self.groups, drafter, KNEE, self.kv, self.lane_sizes, MASKS)
+        return scheduler_of(self.groups, drafter, KNEE, self.kv, self.lane_sizes, MASKS, states=self.states)
 
     def arrive(self, number: int, lengths: Sequence[int] = (1, 2, 3, 5, 8, 12, 30, 60)) -> None:
         chooser, name = self.chooser, self.chooser.choice(list(self.methods))
@@ -336,8 +353,9 @@ class Simulation:
         try:
             structure = (lambda: None) if rule is None else partial(ToyStructure, rule)
             begin(self.scheduler, request, lambda: behind(said, ThreadSequence(len(prompt), (), len(answer), structure())))  # type: ignore[arg-type] # a stand-in
-        except UserError:
-            assert self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
+        except UserError as error:
+            lacks_slots = self.kv is not None and len(prompt) + len(answer) + 150 > self.kv.capacity
+            assert lacks_slots or (self.states is not None and "ask for a smaller tree" in str(error))
         else:
             self.running[number] = Running(request, answer, rule)
 
@@ -378,11 +396,16 @@ class Simulation:
                 assert number not in self.stage.lanes and all(number != closing for _, closing, _ in self._closing)
                 self.stage.lanes[number] = Lane(self.stage, one.request, one.answer, one.rule, update.opening)
                 self.cached += update.opening.cached
+                if self.kv is not None and self.kv.snapshots is not None:
+                    assert (update.opening.snapshot is None) == (update.opening.cached == 0)
             if number in self.stage.lanes:
                 self.stage.lanes[number].extend(update.slots)
         for number, lane in self.stage.lanes.items():
             lane.enter(updates[number].step if number in updates else None)
         self.stage.check()
+        if self.states is not None:
+            assert len(self.stage.lanes) <= self.states.states
+            assert sum(lane.tree.num_rows for lane in self.stage.lanes.values()) <= self.states.rows
 
     def _take_results(self) -> None:
         self.verdicts = {}

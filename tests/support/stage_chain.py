@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipedec.families import ModelImpl, model_config
-from pipedec.model.attention import LaneRows
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVCache
+from pipedec.model.rows import LaneRows
 from pipedec.model.stage_model import StageModel
 from pipedec.tree import Visibility
 

@@ -185,6 +185,13 @@ def test_the_template_named_default_is_taken_from_a_list(directories: dict[str, 
     assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}], tools=[]) == "tools Hi"
 
 
+def test_the_template_of_a_multimodal_checkpoint_is_found(directories: dict[str, Path], tmp_path: Path) -> None:
+    """In the file that transformers' processors read."""
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "Hi"}]) == "Hi!"
+
+
 TOOLS = [
     {"type": "function", "function": {"name": "add", "description": "ü", "parameters": {"type": "object", "properties": {}}}}
 ]

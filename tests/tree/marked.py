@@ -32,7 +32,7 @@ from pipedec.decoding.events import Timestep
 from pipedec.engine.local import LocalStages
 from pipedec.engine.loop import decode
 from pipedec.engine.recorder import Recorder
-from pipedec.families import KVShape
+from pipedec.families import KVShape, StateCounts
 from pipedec.kv import KVManager
 from pipedec.model import KVPool, LaneRows
 from pipedec.stage import FinalStageWorker, StageWorker
@@ -137,7 +137,7 @@ class MarkedModel:
     pool: KVPool = field(init=False)
     config = SimpleNamespace(vocab_size=len(TEXTS))
 
-    def make_pool(self, slots: int, block: int) -> KVPool:
+    def make_pool(self, slots: int, block: int, states: StateCounts | None = None) -> KVPool:
         self.pool = KVPool([KVShape(1, 1, 1)], torch.float64, slots, block)
         return self.pool
 

@@ -28,7 +28,7 @@ class GpuNeed:
 
     index: int  # the GPU's number among those of the host that torch can use
     ranks: tuple[int, ...]  # on this GPU
-    least_bytes: int  # to start: weights, workspace, and keys and values of one request
+    least_bytes: int  # to start: weights, states, workspace, and keys and values of one request
     planned_bytes: int  # with the keys and values of the plan
 
 
@@ -105,7 +105,7 @@ def _gpus(config: ClusterConfig, plan: Plan, ranks: Sequence[StagePlan]) -> tupl
             on_gpus.setdefault(rank.placement.index, []).append(rank)
     needs = []
     for index, together in sorted(on_gpus.items()):
-        fixed = sum(rank.weight_bytes + rank.workspace_bytes for rank in together)
+        fixed = sum(rank.fixed_bytes for rank in together)
         least = fixed + sum(slots * rank.kv_token_bytes if given is None else given for rank in together)
         planned = sum(rank.total_bytes for rank in together)
         needs.append(GpuNeed(index, tuple(rank.rank for rank in together), least, max(least, planned)))

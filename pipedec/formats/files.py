@@ -10,11 +10,14 @@ import math
 import os
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from pipedec.core.errors import UserError
-from pipedec.formats import DTYPE_BITS, Format, Formats, file_names
+from pipedec.formats.base import DTYPE_BITS, Format, Formats, file_names
+from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 
 SINGLE_FILE = "model.safetensors"
@@ -57,7 +60,7 @@ class TensorFiles:
         if self.gguf is not None:
             file = self.gguf.file
             self._add(
-                StoredTensor(name, file, place.type, place.shape, place.offset, place.num_bytes)
+                StoredTensor(name, file, place.read_type, place.shape, place.offset, place.num_bytes)
                 for name, place in self.gguf.tensors.items()
             )
         elif (self.directory / SINGLE_FILE).exists():
@@ -104,6 +107,21 @@ class TensorFiles:
     def _add(self, places: Iterable[StoredTensor]) -> None:
         for place in places:
             self.file_of[place.name], self.places[place.name] = place.file, place
+
+
+def known_files(directory: Path) -> TensorFiles | None:
+    """The files of a checkpoint; None if it has none here, or damaged ones, which their reader reports. Headers are read again
+    only after a file has changed.
+    """
+    files = sorted(file for pattern in (INDEX_FILE, GGUF_INDEX, "*.safetensors") for file in directory.glob(pattern))
+    with suppress(UserError, OSError):
+        return _read(directory, tuple((file, file.stat().st_mtime_ns) for file in files if file.is_file()))
+    return None
+
+
+@lru_cache(maxsize=8)
+def _read(directory: Path, changed: tuple[tuple[Path, int], ...]) -> TensorFiles | None:
+    return TensorFiles(directory) if changed else None
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

@@ -1,0 +1,206 @@
+"""GGUF files of models with linear attention: the config and the tensors of the checkpoint that was written."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures.answers import PROMPTS, SAMPLINGS, TIE, answers, generated
+from architectures.zoo import VOCABULARY, save_model
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
+from safetensors.numpy import load_file, save_file
+from support.gguf_files import Floats, gguf_refusal, save_gguf, tensors_of
+from support.llama_cpp import LlamaCpp
+from support.specs import bare_spec
+from transformers import AutoModelForCausalLM
+
+from pipedec.core.errors import UserError
+from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
+from pipedec.families.transformers import stated_config
+from pipedec.gguf import BLOCKS, TensorIndex, model_files
+from pipedec.model import Checkpoint
+from pipedec.verify.reference import load_transformers
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+QWEN35 = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}, **LINEAR}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen35": ("qwen3_5_text", QWEN35),
+    "qwen35-even": ("qwen3_5_text", QWEN35 | {"linear_num_key_heads": 6, "tie_word_embeddings": True}),
+    "qwen3next": ("qwen3_next", {"rope_parameters": ROPE, **LINEAR, **EXPERTS}),
+}
+UNIMPORTANT = {"dtype", "transformers_version", "architectures", "_name_or_path", "initializer_range"}
+UNIMPORTANT |= {"bos_token_id", "pad_token_id", "eos_token_id"}
+
+
+def write(name: str, folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> tuple[Path, Path]:
+    """A checkpoint, and the GGUF file of it. Values of norms have few digits, so that adding to them loses none."""
+    model_type, usual = MODELS[name]
+    source = folder / "source"
+    save_model(model_type, source, **usual | (changes or {}))
+    tensors = load_file(source / "model.safetensors")
+    save_file({key: np.round(values * 256) / 256 if "norm" in key else values for key, values in tensors.items()},
+              source / "model.safetensors")  # fmt: skip
+    return source, save_gguf(folder / "model.gguf", source, **options)
+
+
+def values_in(file: Path, source: Path, folder: Path, is_new: bool = True) -> dict[str, Floats]:
+    """The values of a checkpoint as the file has them, with the library's widening.
+
+    Where each is in the file is found by converting a checkpoint whose matrices hold the numbers of their places.
+    """
+    original = load_file(source / "model.safetensors")
+    starts = dict(zip(original, accumulate((values.size for values in original.values()), initial=0), strict=False))
+    numbered = {key: np.arange(values.size).reshape(values.shape) + starts[key] for key, values in original.items()}
+    matrices = {key: values.astype(np.float32) for key, values in numbered.items() if values.ndim > 1}
+    save_file(matrices, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    reader = GGUFReader(file)
+    places = tensors_of(folder, config, str(reader.fields["general.architecture"].contents()), is_new)
+    found = np.empty(sum(values.size for values in original.values()), np.float32)
+    for tensor in reader.tensors:
+        if tensor.name in places:
+            found[places[tensor.name].astype(np.int64).reshape(-1)] = dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+    return original | {key: found[numbered[key]] for key in matrices}
+
+
+def assert_reads(file: Path, expected: dict[str, Floats]) -> None:
+    """That the checkpoint has these tensors and no others, also row by row and in blocks."""
+    checkpoint, index = Checkpoint(file), TensorIndex.load(model_files(file))
+    assert set(checkpoint.names) == expected.keys()
+    for key, values in expected.items():
+        read = torch.empty(values.shape)
+        checkpoint.read_into({key: read})
+        if key.endswith("A_log"):  # the logarithm of an exponential function, both rounded
+            torch.testing.assert_close(read, torch.from_numpy(values), atol=1e-6, rtol=1e-6)
+        else:
+            assert torch.equal(read, torch.from_numpy(values)), key
+        if values.ndim > 1:
+            half = len(values) // 2
+            assert np.array_equal(index.read(key, half), values[half:]), key
+            if (kind := index.tensors[key].read_type) in BLOCKS:
+                assert np.array_equal(dequantize(index.raw(key, half), GGMLQuantizationType[kind]), values[half:]), key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_and_tensors_are_those_that_were_written(name: str, tmp_path: Path) -> None:
+    source, file = write(name, tmp_path)
+    stated, written = (stated_config(folder).to_dict() for folder in (model_files(file), source))
+    for key in written.keys() - UNIMPORTANT:
+        assert stated[key] == written[key], key
+    assert json.loads((model_files(file) / "config.json").read_text())["layer_types"] == written["layer_types"]
+    assert_reads(file, load_file(source / "model.safetensors"))
+
+
+def test_matrices_that_an_older_converter_left_whole(tmp_path: Path) -> None:
+    source, file = write("qwen3next", tmp_path, is_new=False)
+    assert_reads(file, load_file(source / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next"])
+@pytest.mark.parametrize(
+    ("kind", "value_dim", "is_widened"),
+    [
+        ("F16", 16, False), ("BF16", 16, False), ("Q8_0", 64, False), ("Q4_0", 32, False), ("Q6_K", 256, False),
+        ("Q8_0", 16, True), ("Q4_K", 128, True),
+    ],
+)  # fmt: skip
+def test_blocks_keep_the_values_of_the_library(name: str, kind: str, value_dim: int, is_widened: bool, tmp_path: Path) -> None:
+    """Columns of value heads stay blocks, if none has values of two heads."""
+    sizes = {"hidden_size": 256, "linear_value_head_dim": value_dim, "linear_num_value_heads": 4}
+    source, file = write(name, tmp_path, sizes, kind=kind, kinds={"conv1d": "F32"})
+    assert_reads(file, values_in(file, source, tmp_path))
+    read_type = TensorIndex.load(model_files(file)).tensors["model.layers.0.linear_attn.out_proj.weight"].read_type
+    assert read_type == ("F32" if is_widened and name == "qwen35" else kind)
+
+
+def test_parts_of_a_matrix_in_different_types(tmp_path: Path) -> None:
+    source, file = write("qwen3next", tmp_path, kind="Q8_0", kinds={"attn_gate": "Q4_0"})
+    assert_reads(file, values_in(file, source, tmp_path))
+    types = {key: place.read_type for key, place in TensorIndex.load(model_files(file)).tensors.items() if "in_proj" in key}
+    assert types["model.layers.0.linear_attn.in_proj_qkvz.weight"] == "F32"
+    assert types["model.layers.0.linear_attn.in_proj_ba.weight"] == "Q8_0"
+
+
+def test_vectors_that_quantising_leaves_without_a_dimension(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    source, file = write("qwen3next", tmp_path)
+    original = load_file(source / "model.safetensors")
+    save_gguf(file, source, extra_tensors={"blk.0.ffn_gate_inp_shexp.weight": original[name][0]})
+    assert_reads(file, original)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen3next"])
+def test_layers_that_predict_more_tokens_are_left_out(name: str, tmp_path: Path) -> None:
+    ahead = {f"blk.5.{part}.weight": np.ones((64, 128), np.float32) for part in ("nextn.eh_proj", "attn_q", "ffn_up")}
+    fields: dict[str, Any] = {f"{name}__block_count": 6, f"{name}__nextn_predict_layers": 1, "extra_tensors": ahead}
+    source, file = write(name, tmp_path, **fields)
+    config = json.loads((model_files(file) / "config.json").read_text())
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 5
+    assert_reads(file, load_file(source / "model.safetensors"))
+
+
+def test_layers_that_the_file_names_one_by_one(tmp_path: Path) -> None:
+    kinds = ["full_attention", "linear_attention", "linear_attention", "full_attention", "linear_attention"]
+    pattern = [kind != "full_attention" for kind in kinds]
+    source, file = write("qwen35", tmp_path, {"layer_types": kinds}, qwen35__attention__recurrent_layers=pattern)
+    assert json.loads((model_files(file) / "config.json").read_text())["layer_types"] == kinds
+    assert_reads(file, load_file(source / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_answers_are_those_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Q8_0: those of a checkpoint with the values that the file has."""
+    source, file = write("qwen35", tmp_path, {"linear_value_head_dim": 32}, kind=kind)
+    save_file(values_in(file, source, tmp_path), source / "model.safetensors", {"format": "pt"})
+    model = load_transformers(source, torch.float32)
+    expected = [generated(model, prompt, SAMPLINGS["greedy"]) for prompt in PROMPTS]
+    pipeline = LocalPipeline.load(bare_spec(file, model.config.num_hidden_layers, (2, 2), model_impl="transformers"))
+    found = answers(pipeline, "pp", [("greedy", number) for number in range(len(PROMPTS))])
+    clear = [number for number, (_, lead) in enumerate(expected) if lead > TIE]
+    assert clear
+    for number in clear:
+        assert found[number] == expected[number][0]
+
+
+def test_experts_are_refused_by_the_family(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="model_type 'qwen3_next' is a mixture of experts"):
+        model_config(write("qwen3next", tmp_path)[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "words"),
+    [
+        ("qwen35", {"qwen35__ssm__conv_kernel": None}, "no field qwen35.ssm.conv_kernel"),
+        ("qwen35", {"qwen35__attention__recurrent_layers": [True]}, "has 1 values for 5 layers"),
+        ("qwen35", {"qwen35__ssm__group_count": 0}, "metadata is damaged"),
+        ("qwen35", {"qwen35__nextn_predict_layers": 9}, "no layers before the qwen35.nextn_predict_layers"),
+        ("qwen35", {"qwen35__expert_count": 4}, "mixture of experts"),
+        ("qwen3next", {"qwen3next__expert_count": None}, "no field qwen3next.expert_count"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_not_supported_is_named(name: str, metadata: dict[str, Any], words: str, tmp_path: Path) -> None:
+    assert words in gguf_refusal(write(name, tmp_path, **metadata)[1])
+
+
+@pytest.mark.parametrize(("name", "is_new"), [("qwen35", True), ("qwen35-even", True), ("qwen3next", True), ("qwen3next", False)])
+def test_llama_cpp_computes_the_same_from_the_file(name: str, is_new: bool, tmp_path: Path) -> None:
+    """That the files here are what its converter would write. It needs keys that are as wide as values."""
+    fields = {"tokenizer": {"model": "none"}, f"{name.partition('-')[0]}__vocab_size": VOCABULARY}
+    source, file = write(name, tmp_path, {"linear_key_head_dim": 16}, is_new=is_new, **fields)
+    with torch.no_grad():
+        expected = (
+            AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()(torch.tensor([PROMPTS[2]])).logits[0, -1]
+        )
+    found = torch.tensor(LlamaCpp(file).logits(PROMPTS[2], len(expected)))
+    torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
