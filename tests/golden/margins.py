@@ -137,6 +137,7 @@ class _Watcher:
         self._seen: list[Tensor] = []  # tokens of the answer
         self._choices: list[tuple[DecodeThread, int, int, frozenset[int]]] = []  # thread, index, position, what is banned
         self.leads: dict[tuple[tuple[int, ...], int], float] = {}
+        self.modules = model.modules
 
     def __call__(self, input_ids: Tensor, **inputs: Any) -> SimpleNamespace:
         logits_1TV = self._model(input_ids=input_ids, **inputs).logits
