@@ -117,7 +117,7 @@ Layer = LayerShape | RecurrentShape
 
 @dataclass(frozen=True)
 class StateCounts:
-    """What the pools of recurrent layers hold, on every stage the same.
+    """The size of the pools of recurrent layers, on every stage the same.
 
     Attributes:
         states: requests with a lane, and further decode threads of their answers.

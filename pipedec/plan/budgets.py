@@ -45,7 +45,7 @@ def agreed_budget(spec: PipelineSpec, measured: Mapping[int, int]) -> KVBudget:
 
 
 def state_counts(spec: PipelineSpec) -> StateCounts:
-    """What every stage's pools hold for recurrent layers, on all ranks the same: by settings and configs alone. UserError if
+    """The size of every stage's pools for recurrent layers, on all ranks the same: by settings and configs alone. UserError if
     there is no memory for a single state.
     """
     costs, limits = _stateless_costs(spec, 1), spec.settings.limits

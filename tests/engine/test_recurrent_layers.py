@@ -196,6 +196,19 @@ def test_answers_in_company_are_those_alone(models: Models, family: str) -> None
     check_all_is_free(pipeline)
 
 
+def test_a_repeated_prompt_computes_at_most_a_block_again(models: Models) -> None:
+    """And one that shares 48 tokens with it begins there from the third time on: the second one keeps the states."""
+    pipeline, (first, other) = models.pipeline("qwen3_5_text", 5), requests_of((70, 71), 14)
+    shared = replace(other, prompt_token_ids=(*first.prompt_token_ids[:48], *other.prompt_token_ids[48:]))
+    third = replace(shared, prompt_token_ids=(*shared.prompt_token_ids[:60], *first.prompt_token_ids[:8]))
+    for request, cached in ((first, 0), (first, 64), (shared, 0), (shared, 64), (third, 48)):
+        wanted = alone(models, "qwen3_5_text", request)
+        list(pipeline.run(request))
+        assert said(pipeline.last) == wanted
+        assert pipeline.last.metrics.cached_tokens == cached
+    check_all_is_free(pipeline)
+
+
 @pytest.mark.parametrize("tokens", [1, 13])
 def test_an_answer_is_resumed(models: Models, tokens: int) -> None:
     (request,) = requests_of((21,), 24)
