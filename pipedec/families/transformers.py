@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -232,8 +233,11 @@ def _check_kind(name: str, stated: Any) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     text = text_config(stated)
-    if type(stated) not in (MODEL_FOR_CAUSAL_LM_MAPPING if text is stated else MODEL_FOR_MULTIMODAL_LM_MAPPING):
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if text is stated else MODEL_FOR_MULTIMODAL_LM_MAPPING
+    if type(stated) not in classes:
         raise _refusal(name, "is not a causal language model of transformers")
+    if any(own.endswith("MambaMixer") for own in vars(sys.modules[classes[type(stated)].__module__])):
+        raise _refusal(name, "has decays by channel and number of a state (Mamba-1), so rows of a tree cannot share one")
     kinds = sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - {*_KINDS})
     if kinds:
         raise _refusal(name, f"has layers of kinds that pipedec does not have ({', '.join(kinds)})")
@@ -258,10 +262,10 @@ def _pipeline_plan(text: Any) -> Any:
 
 def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
     """Raises UserError for modules that layers may not have."""
-    for path, module in model.get_submodule(names.layers).named_modules():
+    layers = model.get_submodule(names.layers)
+    recurrent = tuple(path for path, module in layers.named_modules() if is_recurrent(module))  # with weights of any shape
+    for path, module in layers.named_modules():
         kind = type(module).__name__
-        if kind.endswith("MambaMixer"):
-            raise _refusal(name, f"has decays by channel and number of the state (Mamba-1), so rows cannot share one ({kind})")
         if kind.endswith("LightningAttention"):
             raise _refusal(name, f"has recurrent layers without a replaceable function ({kind})")
         if re.search(r"(Experts?|Router|MoE|Moe|MoELayer|MoeBlock)$", kind):
@@ -269,7 +273,7 @@ def _check_modules(name: str, model: Any, names: ModuleNames) -> None:
         if kind.endswith("Indexer"):
             raise _refusal(name, f"has layers that choose the tokens that they attend to ({kind})")
         for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 2 and kind != "Conv1d" and not own.endswith("A_log"):
+            if parameter.dim() > 2 and not path.startswith(recurrent):
                 raise _refusal(name, f"has weights that are neither vectors nor matrices ({path}.{own})")
 
 
@@ -445,8 +449,11 @@ def _observed_convolution(seen: _Seen, number: int, inputs: Tensor, weight: Tens
 
 
 def _observed_rule(
-    seen: _Seen, number: int, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
-) -> tuple[Tensor, Tensor]:
+    seen: _Seen, number: int, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor,
+    use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if not use_qk_l2norm_in_kernel:
+        raise ValueError("queries and keys are not normalised")
     num_decays = g.shape[3] if g.dim() == 4 else 1
     seen.recurrent[number] = RecurrentShape(
         value.shape[2], key.shape[2], key.shape[3], value.shape[3], num_decays, *seen.convolutions[number]

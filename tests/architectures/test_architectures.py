@@ -70,6 +70,15 @@ def test_a_plan_counts_the_bytes_that_stages_load(model_type: str, tmp_path: Pat
         assert stage.make_pool(64, block=16).num_bytes == (64 + 16) * costs.token_bytes(layers)
 
 
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba"])
+def test_a_decay_for_each_number_of_a_state_is_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    save_config(model_type, tmp_path)
+    with pytest.raises(
+        UserError, match="has decays by channel and number of a state \\(Mamba-1\\), so rows of a tree cannot share"
+    ):
+        model_config(tmp_path)
+
+
 def test_a_plan_counts_the_keys_and_values_that_are_computed_from_latents(tmp_path: Path) -> None:
     save_config("youtu", tmp_path)
     config = model_config(tmp_path)
