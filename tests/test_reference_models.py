@@ -100,6 +100,7 @@ def test_the_draft_agrees_with_the_targets_own_words(expected: Expected) -> None
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("stages", "groups"),

@@ -199,6 +199,7 @@ FAULTS: dict[str, tuple[Callable[[Hosts], None], Callable[[Hosts], None]]] = {
 }
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.failure_case("S8")
 def test_an_answer_goes_on_when_a_host_is_lost(cluster: Cluster, fault: str, long_answer: str) -> None:
@@ -241,6 +242,7 @@ TROUBLE: dict[str, tuple[tuple[int, int], dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("trouble", TROUBLE)
 @pytest.mark.failure_case("S10")
 def test_over_a_link_in_trouble_an_answer_only_comes_later(

@@ -118,6 +118,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.failure_case("M12")
 def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(

@@ -262,6 +262,7 @@ async def answers(site: Site, batch: list[Sent]) -> list[tuple[int, str]]:
         return await asyncio.gather(*map(answer, BESIDE), *map(in_turn, batch))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("H43")
 def test_no_random_body_hurts_the_cluster_or_a_stream_beside_it(random_site: Site) -> None:
     sent: list[Sent] = []

@@ -15,6 +15,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 FIXTURES = ("pair", "thread_models")
+HOSTS = ("hosts3", "slow_hosts3")  # tests of networks, whatever is computed
 COMPUTING = (
     "benchmarks.kernels",
     "pipedec.drafting",
@@ -50,7 +51,9 @@ WRITER = "support.checkpoints"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         module = getattr(item, "module", None)
-        if module is not None and (_holds_models(item, module) or computes(module)):
+        if module is None or not {*HOSTS}.isdisjoint(getattr(item, "fixturenames", ())):
+            continue
+        if _holds_models(item, module) or computes(module):
             item.add_marker(pytest.mark.numbers)
 
 

@@ -40,6 +40,7 @@ def said(sequence: Sequence) -> list[tuple[tuple[int, ...], int, int]]:
     ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("one thread-stpp", "apar-pipedec", "pasta-pipedec-bestfirst", "parallel-bita")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", DIALECTS)
@@ -73,6 +74,7 @@ def test_a_step_of_200_rows_and_40_threads() -> None:
     assert rehearsal.stages.widest >= 200 and rehearsal.stages.most_threads >= 40
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["one thread", "apar"])
