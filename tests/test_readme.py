@@ -141,6 +141,7 @@ def run(line: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.seconds(1800.0)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("lines", list(sessions(on_hosts=True)))

@@ -177,6 +177,7 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: RowWriter) ->
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_long_parts_are_answered_in_threads(writer: RowWriter, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)

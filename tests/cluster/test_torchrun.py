@@ -135,6 +135,7 @@ def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M12")
 def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "3", *pair.flags)
@@ -146,6 +147,7 @@ def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agent
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M9")
 def test_a_wrong_world_size_is_answered_with_torchruns_numbers(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "5", *pair.flags)

@@ -55,6 +55,7 @@ def test_a_new_draft_learns_and_its_card_says_from_what(trained: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_the_same_run_again_makes_the_same_draft(pair: Pair, trained: Path, tmp_path: Path) -> None:
     train_draft(pair.target, SMALL, PROMPTS, RECIPE, Run(tmp_path, tmp_path / "work", threads=1), compiled=False)
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (trained, tmp_path))
@@ -129,6 +130,7 @@ def test_the_command_trains_from_invented_prompts(pair: Pair, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_processes_of_torchrun_share_the_work(pair: Pair, tmp_path: Path) -> None:
     """Two make the prompts, the answers and the losses of one."""
     logs = []
