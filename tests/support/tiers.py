@@ -1,8 +1,8 @@
 """A pytest plugin that chooses the tests of the fast tier, and which of those marked ``in_turn`` a run tries.
 
-The fast tier (``-m "not slow"``) holds every behaviour once. What repeats it over shapes, kinds and seeds is marked ``slow``. Of a
-function marked ``in_turn(n)`` a run with ``--turn`` tries an n-th of the slow cases, or of all if it is a property, so that n turns
-try all.
+The fast tier (``-m "not slow"``) holds every behaviour once. What repeats it over shapes, kinds and seeds is marked ``slow``.
+A run with ``--turn`` tries an n-th of the slow cases of a function marked ``in_turn(n)``, or of all its cases if it is a property:
+n turns try all.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _mark_slow_cases(item: pytest.Item, first_cases: set[str]) -> None:
 
 
 def _not_in_turn(items: list[pytest.Item], turn: int) -> set[pytest.Item]:
-    """The cases that another turn tries: those of a function are shared out by a hash, which mixes the values of its parameters."""
+    """The cases that other turns try. A hash shares out those of a function, which mixes the values of its parameters."""
     cases: defaultdict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         marker = item.get_closest_marker("in_turn")
