@@ -1,8 +1,8 @@
 """A pytest plugin that chooses the tests of the fast tier, and which of those marked ``in_turn`` a run tries.
 
 The fast tier (``-m "not slow"``) holds every behaviour once. What repeats it over shapes, kinds and seeds is marked ``slow``.
-A run with ``--turn`` tries an n-th of the slow cases of a function marked ``in_turn(n)``, or of all its cases if it is a property:
-n turns try all.
+A run with ``--turn`` tries an n-th of the slow cases of a function marked ``in_turn(n)``, or of all its cases if it is a
+property: n turns try all.
 """
 
 from __future__ import annotations
