@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from golden import texts
-from golden.record import PARTS, PROCESSOR, Cases, NotHere, differences, is_of_another_processor, make, read
+from golden.processes import KINDS
+from golden.record import PROCESSOR, Cases, NotHere, differences, is_of_another_processor, make, read
 from golden.schedule import processor
+from golden.texts import SHAPES
 
 pytestmark = [pytest.mark.slow, pytest.mark.seconds(1200.0), pytest.mark.numbers, pytest.mark.usefixtures("leaves_nothing")]
 
@@ -17,27 +19,39 @@ ADVICE = "If this was intended: make golden, in a commit of its own that says wh
 
 
 @pytest.mark.in_turn(3)
-@pytest.mark.parametrize("shape", texts.SHAPES)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_texts_are_those_of_the_record(shape: str, tmp_path: Path) -> None:
-    others = tuple(f", {other}" for other in texts.SHAPES if other != shape)
-    recorded = {name: case for name, case in read("texts").items() if not name.endswith(others)}
-    check("texts", recorded, make("texts", tmp_path, shapes=[shape]))
+    check("texts", without(SHAPES, shape, read("texts")), make("texts", tmp_path, shapes=[shape]))
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part != "texts"])
-def test_the_record_is_what_the_program_does(part: str, tmp_path: Path) -> None:
-    recorded, limits = read(part), dict[str, Any]()
-    if part == "schedule":  # what is not compared need not be computed
-        limits["with_rounded"] = recorded[PROCESSOR] == processor()
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_do_what_is_in_the_record(kind: str, tmp_path: Path) -> None:
+    check("processes", without(KINDS, kind, read("processes")), make("processes", tmp_path, kinds=[kind]))
+
+
+def test_timesteps_are_those_of_the_record(tmp_path: Path) -> None:
+    """What is not compared is not computed."""
+    recorded = read("schedule")
+    check("schedule", recorded, make("schedule", tmp_path, with_rounded=recorded[PROCESSOR] == processor()))
+
+
+def test_the_program_looks_as_in_the_record(tmp_path: Path) -> None:
     try:
-        made = make(part, tmp_path, **limits)
+        made = make("faces", tmp_path)
     except NotHere as why:
         pytest.skip(str(why))
-    check(part, recorded, made)
-    if is_of_another_processor(recorded, made):
-        pytest.skip("what processors round otherwise is not compared: the record was made on another kind")
+    check("faces", read("faces"), made)
+
+
+def without(choices: Collection[str], choice: str, recorded: Cases) -> Cases:
+    """The cases whose names have none of the other choices."""
+    others = re.compile(rf"(^|[/ ])({'|'.join(re.escape(other) for other in choices if other != choice)})(,|$)")
+    return {name: case for name, case in recorded.items() if not others.search(name)}
 
 
 def check(part: str, recorded: Cases, made: Cases) -> None:
     found = differences(part, recorded, made)
     assert not found, "\n".join((f"{len(found)} differences.", *found, ADVICE))
+    if is_of_another_processor(recorded, made):
+        pytest.skip("what processors round otherwise is not compared: the record was made on another kind")
