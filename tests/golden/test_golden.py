@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from golden.processes import KINDS
-from golden.record import PROCESSOR, Cases, NotHere, differences, is_of_another_processor, make, read
+from golden.record import PROCESSOR, Cases, differences, is_of_another_processor, make, read
 from golden.schedule import processor
 from golden.texts import SHAPES
 
@@ -37,11 +37,7 @@ def test_timesteps_are_those_of_the_record(tmp_path: Path) -> None:
 
 
 def test_the_program_looks_as_in_the_record(tmp_path: Path) -> None:
-    try:
-        made = make("faces", tmp_path)
-    except NotHere as why:
-        pytest.skip(str(why))
-    check("faces", read("faces"), made)
+    check("faces", read("faces"), make("faces", tmp_path))
 
 
 def without(choices: Collection[str], choice: str, recorded: Cases) -> Cases:
