@@ -118,7 +118,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.failure_case("M12")
 def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
@@ -166,6 +166,7 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_two_agents_obey_the_config_and_end_in_order(
     agents: Agents, pair: Pair, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
