@@ -69,7 +69,7 @@ test-all: $(VENV)/.ready-dev
 # What each test file costs, by which the runner balances its workers: tests/durations.json. For a quiet machine.
 test-durations: $(VENV)/.ready-dev
 	$(PYTEST) -m "not slow" --hypothesis-profile=fast --tier fast --write-durations
-	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --tier rest --write-durations
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full --tier rest --write-durations --turn 0
 
 # The tests marked processes, N times beside two busy loops: which of them fail now and then.
 test-repeat: $(VENV)/.ready-dev

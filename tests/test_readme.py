@@ -108,6 +108,7 @@ def workspace(tmp_path: Path, state_directory: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.seconds(1800.0)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("lines", list(sessions(on_hosts=False)))
@@ -140,6 +141,7 @@ def run(line: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.seconds(1800.0)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("lines", list(sessions(on_hosts=True)))
@@ -189,6 +191,7 @@ class Fresh:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_wheels_need_no_checkout(tmp_path: Path, state_directory: Path) -> None:
     fresh = Fresh(tmp_path)
@@ -205,6 +208,7 @@ def test_wheels_need_no_checkout(tmp_path: Path, state_directory: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_pip_installs_both_from_a_clone(tmp_path: Path, state_directory: Path) -> None:
     fresh = Fresh(tmp_path)

@@ -100,6 +100,7 @@ def test_the_draft_agrees_with_the_targets_own_words(expected: Expected) -> None
     assert agreement["top4"] > 0.8 and agreement["top16"] > 0.9
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("stages", "groups"),
@@ -176,6 +177,7 @@ def test_a_prompt_without_a_dialect_is_the_reference_pairs(writer: RowWriter) ->
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_long_parts_are_answered_in_threads(writer: RowWriter, dialect: str) -> None:
     target = answers(TARGET, writer, dialect)

@@ -53,6 +53,24 @@ def test_property(): pass
 def test_reads(): pass
 """
 
+IN_TURN = """
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("number", range(7))
+def test_slow(number): pass
+
+@pytest.mark.in_turn(3)
+@pytest.mark.fast_cases("0")
+@pytest.mark.parametrize("number", range(3))
+def test_fast(number): pass
+
+@pytest.mark.slow
+@pytest.mark.in_turn(2)
+def test_alone(): pass
+"""
+
 BURNS = "import time\nwhile time.process_time() < 0.6: pass"
 DETACHED = f"""
 import subprocess, sys
@@ -82,6 +100,16 @@ def test_the_fast_tier_has_the_first_case_or_those_that_are_named(tmp_path: Path
     assert re.findall(r"::test_(.+)", listed) == [
         "first[1]", "named[2]", "named[3]", "cluster[windows]", "both[windows]", "both[tasks]", "word[tasks of a day]",
     ]  # fmt: skip
+
+
+def test_slow_cases_come_in_turn_and_fast_ones_always(tmp_path: Path) -> None:
+    turns = [
+        re.findall(r"::test_(.+)", run_pytest(tmp_path, IN_TURN, "--collect-only", "-q", f"--turn={turn}")) for turn in range(3)
+    ]
+    shared = sorted(name for turn in turns for name in turn if name not in ("fast[0]", "alone"))
+    assert shared == ["fast[1]", "fast[2]", *(f"slow[{number}]" for number in range(7))]
+    assert all("fast[0]" in turn and 2 <= sum("slow" in name for name in turn) <= 3 for turn in turns)
+    assert ["alone" in turn for turn in turns] in ([True, False, True], [False, True, False])
 
 
 def test_what_another_run_does_with_a_quarter_is_left_out(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def both(models: Path) -> Callable[[str], Both]:
     return cache(lambda shape: Both(make_spec(models, *SHAPES[shape][:2])))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("4-best-first")
 @pytest.mark.parametrize(("shape", "policy"), CASES)
 def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], shape: str, policy: str) -> None:

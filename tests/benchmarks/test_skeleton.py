@@ -132,6 +132,7 @@ def count(prompter: Prompter, text: str) -> int:
     return len(prompter.tokenizer.encode(text, add_special_tokens=False))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("text", "points", "left_out"),
     [

@@ -48,6 +48,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(6)
 @pytest.mark.numbers
 @pytest.mark.parametrize("questions", QUESTIONS)
 @pytest.mark.parametrize(("preset", "stages"), GRIDS)

@@ -223,6 +223,7 @@ def bring_up(started: Started, *flags: str, background: bool = False) -> tuple[s
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Started, pipedec: Calls, pair: Pair) -> None:
     process, _ = bring_up(started, *pair.flags, "--stages", "2")
     others = others_than(process)
@@ -234,6 +235,7 @@ def test_a_supervisor_killed_at_once_leaves_no_rank_and_no_redis(started: Starte
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, state_directory: Path) -> None:
     """Also one that is deaf to Ctrl-C, as a shell's background jobs are."""
     process, state = bring_up(started, *pair.flags, "--stages", "1", background=True)
@@ -250,6 +252,7 @@ def test_sigterm_ends_a_resident_cluster_in_order(started: Started, pair: Pair, 
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M14")
 def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
     started: Started, pipedec: Calls, pair: Pair, state_directory: Path
@@ -266,6 +269,7 @@ def test_a_resident_cluster_that_replaces_no_rank_ends_with_an_error(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_a_resident_cluster_replaces_a_rank_and_says_so(
     started: Started, pipedec: Calls, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -319,6 +323,7 @@ def test_up_status_submit_down(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M26")
 def test_two_clusters_started_at_once_both_come_up(started: Started, pipedec: Calls, pair: Pair) -> None:
     both = [started("up", "--detach", *pair.flags, "--stages", "1") for _ in range(2)]

@@ -132,6 +132,7 @@ def test_connections_wait_where_descriptors_end_and_streams_go_on(started: Start
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pipedec) -> None:
     serving = own_cluster(started, pair).wait_for("ready")
     assert pipedec("down").status == 0
@@ -139,6 +140,7 @@ def test_pipedec_down_ends_it_in_order(started: Started, pair: Pair, pipedec: Pi
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M14")
 def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cause(started: Started, pair: Pair) -> None:
     """Where none is replaced."""
@@ -154,6 +156,7 @@ def test_a_rank_that_dies_ends_streams_with_an_error_and_the_server_with_the_cau
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("S1")
 def test_a_rank_that_dies_is_replaced_and_the_stream_goes_on(started: Started, pair: Pair, cluster: LocalCluster) -> None:
     serving = own_cluster(started, pair).wait_for("ready")
@@ -165,6 +168,7 @@ def test_a_rank_that_dies_is_replaced_and_the_stream_goes_on(started: Started, p
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_a_server_that_is_killed_takes_its_cluster_with_it(started: Started, pair: Pair) -> None:
     """``leaves_nothing`` looks for what is left."""
     serving = own_cluster(started, pair).wait_for("ready")
@@ -173,6 +177,7 @@ def test_a_server_that_is_killed_takes_its_cluster_with_it(started: Started, pai
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("K7")
 def test_ctrl_c_while_it_starts(started: Started, pair: Pair) -> None:
     """Nothing is left five seconds later, Redis included: ``leaves_nothing`` waits longer, this test does not."""

@@ -111,6 +111,7 @@ def test_every_rank_says_what_it_computes_in_and_why(resident: LocalCluster) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("shape", "passage"), [((1, 1), 1), ((4, 4), 4), ((4, 2), 2), ((3, 3), 9)], ids=str)
 def test_other_shapes_say_what_transformers_says(
     shape: tuple[int, int], passage: int, pair: Pair, reference: Reference, tokenizer: PreTrainedTokenizerBase

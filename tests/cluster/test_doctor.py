@@ -414,6 +414,7 @@ def test_clocks_firewalls_and_silence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_three_hosts_side_by_side(hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
     bare = tmp_path / "python-without-pipedec"
@@ -530,6 +531,7 @@ def test_slow_starts_after_pauses_matter_on_long_links_only(starts_slowly: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_links_of_three_hosts_are_measured(hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"

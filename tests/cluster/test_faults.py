@@ -90,6 +90,7 @@ def supervise(cluster: LocalCluster, expected: type[PipedecError], message: str)
         cluster.wait()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("windows-1")
 @pytest.mark.parametrize(("dispatch", "rank"), [("windows", 0), ("windows", 1), ("tasks", 2), ("tasks", 3)])
 def test_a_rank_killed_in_mid_generation_is_named(pair: Pair, rank: int, dispatch: str) -> None:
@@ -131,6 +132,7 @@ def test_redis_killed_in_mid_generation_is_named(pair: Pair, dispatch: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @with_each_dispatch
 def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
     with LocalCluster(pair.spec(1).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
@@ -142,6 +144,7 @@ def test_redis_that_stands_still_is_named(pair: Pair, dispatch: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @with_each_dispatch
 def test_keys_deleted_in_mid_generation_end_the_run(pair: Pair, dispatch: str) -> None:
     with LocalCluster(pair.spec(STAGES).replaced(dispatch=dispatch, **NO_RECOVERY)) as cluster:
@@ -173,6 +176,7 @@ def test_a_corrupted_request_fails_and_the_others_do_not(pair: Pair, tmp_path: P
         assert len(before) == 6 and client.ask(sound).token_ids == before
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("raises-windows")
 @with_each_dispatch
 @pytest.mark.parametrize("seed", [RAISES_SEED, KILLS_SEED], ids=["raises", "dies"])

@@ -153,6 +153,7 @@ def test_a_launched_cluster_answers_every_host_as_one_process_does(
     assert cluster.password not in logs and "Traceback" not in logs
 
 
+@pytest.mark.in_turn(2)
 def test_ranks_measure_how_far_apart_their_hosts_are(slow_hosts3: Hosts, pair: Pair, tmp_path: Path) -> None:
     cluster = Cluster(slow_hosts3, pair, tmp_path)
     slow_hosts3.link(0, 1, delay_ms=60)
@@ -199,6 +200,7 @@ FAULTS: dict[str, tuple[Callable[[Hosts], None], Callable[[Hosts], None]]] = {
 }
 
 
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.failure_case("S8")
 def test_an_answer_goes_on_when_a_host_is_lost(cluster: Cluster, fault: str, long_answer: str) -> None:
@@ -241,6 +243,7 @@ TROUBLE: dict[str, tuple[tuple[int, int], dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("trouble", TROUBLE)
 @pytest.mark.failure_case("S10")
 def test_over_a_link_in_trouble_an_answer_only_comes_later(
@@ -264,6 +267,7 @@ def test_over_a_link_in_trouble_an_answer_only_comes_later(
     assert "epoch 0" in slow_cluster.cli(0, "status").stderr
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("S8")
 def test_without_spares_a_host_that_loses_its_cable_is_named_to_the_client_and_by_launch(cluster: Cluster) -> None:
     with cluster.up(redis_host=1):
@@ -280,6 +284,7 @@ def test_without_spares_a_host_that_loses_its_cable_is_named_to_the_client_and_b
         assert wait_until(lambda: named.search(log.read_text()), 60), log.read_text()
 
 
+@pytest.mark.in_turn(2)
 def test_without_spares_hosts_that_no_longer_hear_each_other_are_named(cluster: Cluster) -> None:
     """The third host does not hear the second one any more. Both try to reach the other for a while."""
     cluster.counts = (2, 1, 1)
@@ -307,6 +312,7 @@ sys.exit(max([node.wait() for node in nodes]))
 """
 
 
+@pytest.mark.in_turn(2)
 def test_the_slurm_script_starts_a_run_on_its_nodes(
     cluster: Cluster, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:
@@ -379,6 +385,7 @@ def shard(weights: Path, directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+@pytest.mark.in_turn(2)
 @may_take_long
 def test_hosts_get_their_parts_and_answer_as_one_process_does(
     site: Cluster, reference: Reference, tokenizer: PreTrainedTokenizerBase

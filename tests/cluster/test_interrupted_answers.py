@@ -45,6 +45,7 @@ def assert_continues(found: Completion, wanted: Completion, said: int, streamed:
             assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("windows-pipedec")
 @pytest.mark.parametrize("method", METHOD_NAMES)
 def test_an_answer_goes_on_behind_any_token(resident: LocalCluster, method: str) -> None:
@@ -85,6 +86,7 @@ def test_what_cannot_be_resumed_is_refused(resident: LocalCluster, change: dict[
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dispatch", ["windows", "tasks"])
 def test_an_answer_in_threads_goes_on_behind_any_token(thread_models: ThreadModels, dispatch: str) -> None:
     """All of its log-probabilities are said, since it is decoded again."""
@@ -191,6 +193,7 @@ def assert_nothing_is_left(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("index", range(len(PAUSED)))
 def test_a_paused_answer_is_the_answer_alone(cluster: LocalCluster, index: int) -> None:
     """It gives way to requests of a better priority, again and again; its reader sees pauses, and every piece once."""

@@ -227,6 +227,7 @@ def test_a_cluster_is_stopped_in_the_middle_of_a_recovery(pair: Pair) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rank", [0, 2])
 @LEAVES_NOTHING
 @pytest.mark.failure_case("S1")
@@ -282,6 +283,7 @@ def in_threads_alone(threads_cluster: LocalCluster, in_threads: dict[str, Prompt
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("rank", range(STAGES + 1))
 @pytest.mark.failure_case("S1")
 def test_answers_in_threads_survive_a_killed_rank(
@@ -328,6 +330,7 @@ class Watching:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_live_feed_goes_on_when_a_rank_is_killed(cluster: LocalCluster, alone: Callable[[str], Facts], rank: int) -> None:
     """It shows the whole answer."""

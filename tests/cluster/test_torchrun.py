@@ -118,6 +118,7 @@ def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.failure_case("M12")
 def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
@@ -134,6 +135,7 @@ def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M12")
 def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "3", *pair.flags)
@@ -145,6 +147,7 @@ def test_a_killed_rank_ends_both_agents_and_is_named_to_the_client(agents: Agent
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.failure_case("M9")
 def test_a_wrong_world_size_is_answered_with_torchruns_numbers(agents: Agents, pair: Pair) -> None:
     agents.start("--stages", "5", *pair.flags)
@@ -163,6 +166,7 @@ def torchrun_environment(monkeypatch: pytest.MonkeyPatch, state_directory: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_two_agents_obey_the_config_and_end_in_order(
     agents: Agents, pair: Pair, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -24,6 +24,7 @@ from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, StaticTreeOptions
 
 
+@pytest.mark.in_turn(2)
 @examples(200)
 @given(
     seed=st.integers(0, 2**32),

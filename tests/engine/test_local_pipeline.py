@@ -138,6 +138,7 @@ def test_answers_beyond_the_trained_length_are_those_of_transformers(models: Pat
     assert found == expected(tmp_path / "target", PROMPT, 20)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("1in1-float32", "4in4-float32")
 @pytest.mark.parametrize("dtype", DTYPES_COMPARED)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")

@@ -131,6 +131,7 @@ def said(answer: LocalAnswer) -> list[int]:
     return [token.token_id for token in answer.sequence.document()]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("4in2")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 @examples(25, least=12)  # each has several answers, and there are four shapes
@@ -227,6 +228,7 @@ def test_a_run_that_is_left_early_leaves_nothing(thread_models: ThreadModels) ->
     assert_nothing_is_left(pipeline)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("method", range(len(METHODS)))
 def test_the_youngest_is_paused_and_all_are_answered(thread_models: ThreadModels, method: int) -> None:

@@ -48,6 +48,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return LocalPipeline.load(spec), size, draft_size
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.failure_case("M15")
 @pytest.mark.fast_cases("smaller-hot", "larger-drawn", "larger-structured", "smaller-structured, drawn")
 @pytest.mark.parametrize("setting", SETTINGS)

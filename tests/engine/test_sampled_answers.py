@@ -71,6 +71,7 @@ def answers(models: Path) -> dict[str, tuple[int, ...]]:
     return found
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("2in2")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
 def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, ...]], shape: tuple[int, int]) -> None:
@@ -129,6 +130,7 @@ def check_logprobs(
         assert list(found.values()) == pytest.approx(row[list(found)].tolist(), abs=1e-4)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
 def test_logprobs_are_those_of_transformers(models: Path, method: str) -> None:
@@ -213,6 +215,7 @@ def test_a_clusters_logprobs_are_those_of_transformers(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(("method", "temperature"), [("pipedec-bestfirst", 0.0), ("bita", 0.7), ("stpp", 0.7)])
 def test_a_stop_string_ends_the_answer_before_it(

@@ -70,14 +70,10 @@ def test_every_method_says_what_transformers_says_with_the_values_of_the_format(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_so_it_is_with_every_format_at_every_stage_count(
-    tmp_path: Path, format: str, shape: tuple[int, int], pytestconfig: pytest.Config
-) -> None:
-    """Each format at one of the stage counts, which ``--tenth`` chooses: 0, 1 and 2 try all."""
-    if (FORMATS.index(format) + pytestconfig.getoption("tenth")) % len(SHAPES) != SHAPES.index(shape):
-        pytest.skip("another tenth tries it")
+def test_so_it_is_with_every_format_at_every_stage_count(tmp_path: Path, format: str, shape: tuple[int, int]) -> None:
     check_answers(tmp_path, format, shape, "transformers" if shape == (3, 3) else "pipedec")
 
 

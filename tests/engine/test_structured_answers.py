@@ -149,13 +149,18 @@ def a_third(turn: int) -> list[Case]:
 
 
 @SLOW
+@pytest.mark.in_turn(5)
 @pytest.mark.parametrize("stages", STAGES)
-def test_thirty_schemas(stages: int) -> None:
+@pytest.mark.parametrize("how", ["greedy", "drawn", "other options"])
+def test_thirty_schemas(how: str, stages: int) -> None:
     """By every method, greedy and drawn with penalties, and every third by other options of the methods."""
     turn = STAGES.index(stages)
-    check_same(pipeline_of(stages), a_third(turn), EVERY_METHOD)
-    check_same(pipeline_of(stages), a_third(turn + 1), EVERY_METHOD, **DRAWN)
-    check_same(pipeline_of(stages), a_third(turn)[::3], OTHERS)
+    if how == "greedy":
+        check_same(pipeline_of(stages), a_third(turn), EVERY_METHOD)
+    elif how == "drawn":
+        check_same(pipeline_of(stages), a_third(turn + 1), EVERY_METHOD, **DRAWN)
+    else:
+        check_same(pipeline_of(stages), a_third(turn)[::3], OTHERS)
 
 
 @pytest.mark.fast_cases("choice")
@@ -177,6 +182,7 @@ def test_other_structures(kind: str) -> None:
 
 
 @SLOW
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("slots", "losses"), [(352, frozenset()), (None, frozenset({9, 21, 30, 44}))], ids=["memory", "losses"])
 def test_in_company(slots: int | None, losses: frozenset[int]) -> None:
     """Two requests of every method, with schemas and without, which come one after the other; each says what it says alone, also
@@ -198,6 +204,7 @@ def test_in_company(slots: int | None, losses: frozenset[int]) -> None:
     assert paused or slots is None
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.fast_cases("pipedec-bestfirst")
 @pytest.mark.parametrize("method", METHODS)
 def test_behind_what_was_said_before(method: str) -> None:

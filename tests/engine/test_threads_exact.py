@@ -38,6 +38,7 @@ def threaded_answer(
     return pipeline.last.sequence
 
 
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("method", "shape", "case"), CASES)
 def test_threads_equal_the_references(thread_models: ThreadModels, method: str, shape: tuple[int, int], case: Case) -> None:
     """Every pair of method, shape, dialect and sampling settings; with penalties, which count what a thread sees."""

@@ -142,6 +142,7 @@ def test_config_and_tensors_are_those_that_were_written(name: str, tmp_path: Pat
         assert torch.equal(read, values.float()), key
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     source, file = write(name, tmp_path)
@@ -159,6 +160,7 @@ def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
         assert found[number] == expected[number][0]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("gemma3", "olmo2")
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {*NOT_LLAMA_CPP}))
 def test_llama_cpp_computes_the_same_from_the_file(name: str, tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path: Path) -> None
     assert json.loads((model_files(file) / "config.json").read_text())["query_pre_attn_scalar"] == 8
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases("gemma3", "phi3-partial", "gptneox")
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_compute_what_their_values_do(name: str, tmp_path: Path) -> None:

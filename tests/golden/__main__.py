@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from golden.record import PARTS, RECORDS, REPORT, NotHere, differences, is_of_another_processor, make, read, write
+from golden.record import PARTS, RECORDS, REPORT, differences, is_of_another_processor, make, read, write
 from golden.revision import ROOT, NoRecord, made_in, parts_of, worktree
 
 
@@ -34,12 +34,8 @@ def main(parts: tuple[str, ...], check: bool, against: str | None, into: Path) -
 
 def made(part: str, folder: Path, is_kept: bool) -> list[str]:
     """Makes a part, and writes it if it ``is_kept``; what differs from the file."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="golden-") as scratch:
-            cases = make(part, Path(scratch))
-    except NotHere as why:
-        print(f"{part}: not here: {why}", file=sys.stderr)
-        return []
+    with tempfile.TemporaryDirectory(prefix="golden-") as scratch:
+        cases = make(part, Path(scratch))
     recorded = read(part, folder)
     found, is_elsewhere = differences(part, recorded, cases), is_of_another_processor(recorded, cases)
     for name in (name for name in cases if name.startswith(REPORT)):

@@ -13,7 +13,7 @@ Calls of Redis are a report: ranks renew their leases as time goes by.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -116,9 +116,9 @@ class Recorded:
         assert wait_until(lambda: client.hget(graph, "running") == b"0", 60)
 
 
-def make(scratch: Path) -> dict[str, Any]:
+def make(scratch: Path, kinds: Iterable[str] = KINDS) -> dict[str, Any]:
     cases: dict[str, Any] = {PROCESSOR: processor()}
-    for kind in KINDS:
+    for kind in kinds:
         folder = scratch / kind.replace(" ", "-")
         folder.mkdir()
         with _running(kind, folder) as recorded:

@@ -24,13 +24,9 @@ NOTHING = object()
 Cases = dict[str, Any]
 
 
-class NotHere(Exception):
-    """The part cannot be made on this machine; says why."""
-
-
-def make(part: str, scratch: Path) -> Cases:
-    """What the part is now, as a file would give it back. Raises NotHere."""
-    cases: Cases = json.loads(json.dumps(import_module(f"golden.{part}").make(scratch)))
+def make(part: str, scratch: Path, **limits: Any) -> Cases:
+    """What the part is now, or some of it, as a file would give it back."""
+    cases: Cases = json.loads(json.dumps(import_module(f"golden.{part}").make(scratch, **limits)))
     return cases
 
 

@@ -35,9 +35,10 @@ TOKENS = 32  # of an answer alone: enough for a method to tune itself
 Case = tuple[str, dict[str, Any]]
 
 
-def make(scratch: Path) -> dict[str, Any]:
+def make(scratch: Path, with_rounded: bool = True) -> dict[str, Any]:
     exact = {f"scripted, {name}": case for name, case in _scripted()}
-    return {**exact, PROCESSOR: processor(), **{ROUNDED + name: case for name, case in _rounded()}}
+    rounded = {ROUNDED + name: case for name, case in _rounded()} if with_rounded else {}
+    return {**exact, PROCESSOR: processor(), **rounded}
 
 
 def processor() -> str:

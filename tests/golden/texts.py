@@ -6,7 +6,7 @@ them. An answer that is not clear on every processor is refused (see ``margins``
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,13 @@ class Unclear(Exception):
     """An answer that another processor might give otherwise: choose another question."""
 
 
-def make(scratch: Path) -> dict[str, Any]:
+def make(scratch: Path, shapes: Sequence[str] = SHAPES) -> dict[str, Any]:
     wanted = {name: _known(question) for name, question in QUESTIONS.items()}
     for name, question in QUESTIONS.items():
         if found := close_calls(question, wanted[name].token_ids):
             raise Unclear(f"{name}, {question.prompt!r}: {'; '.join(map(str, found))}")
     described = {f"question: {name}": wanted[name].described(question) for name, question in QUESTIONS.items()}
-    return {**described, **dict(_cells(wanted))}
+    return {**described, **dict(_cells(wanted, shapes))}
 
 
 def _known(question: Question) -> Answer:
@@ -81,9 +81,9 @@ def _known(question: Question) -> Answer:
     return answers(models(pair, "1").roomy, {1: [question.request(0, "pp")]})[0]
 
 
-def _cells(wanted: dict[str, Answer]) -> Iterator[tuple[str, list[str]]]:
+def _cells(wanted: dict[str, Answer], shapes: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     for name, scenario in SCENARIOS.items():
-        for shape in SHAPES:
+        for shape in shapes:
             pipeline = _pipeline(scenario, shape)
             for method in METHODS:
                 yield f"{name}, {method}, {shape}", list(_differences(scenario, shape, pipeline, method, wanted))

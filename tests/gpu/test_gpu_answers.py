@@ -44,6 +44,7 @@ def answers(spec: PipelineSpec, sampling: SamplingParams, count: int = 1) -> dic
 
 @pytest.mark.fast_cases("cpu-float32-3")
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_answers_are_those_of_transformers(spec: PipelineSpec, dtype: str, count: int) -> None:
@@ -64,6 +65,7 @@ def test_drawn_answers_are_the_same_by_all_methods(spec: PipelineSpec) -> None:
 
 @pytest.mark.fast_cases("cpu-int4")
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_quantised_answers_are_those_of_weights_that_were_rounded(device: str, quantize: str) -> None:
     spec = resolve(Settings.of(quantize=quantize, stages=3, dtype="float32", device=device))
@@ -113,6 +115,7 @@ def test_no_timestep_of_a_middle_stage_waits_for_the_device(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_answers_drawn_in_16_bits_follow_the_noise(spec: PipelineSpec, dtype: str) -> None:
     """Each token is the one whose logit and noise are largest together, but for rounding: in 16 bits methods may differ there."""

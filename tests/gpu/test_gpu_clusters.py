@@ -63,6 +63,7 @@ def expected_of(cluster: LocalCluster, reference: Reference, prompt: str, tokens
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_all_methods_say_what_transformers_says(cluster: LocalCluster, reference: Reference, device: str) -> None:
     expected = expected_of(cluster, reference, SENTENCES[1], TOKENS)
     on = {rank.rank: rank.device for rank in cluster.description().ranks}
@@ -73,6 +74,7 @@ def test_all_methods_say_what_transformers_says(cluster: LocalCluster, reference
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_a_long_prompt_enters_in_parts_and_is_found_again(cluster: LocalCluster, reference: Reference) -> None:
     """It takes more rows than a captured forward has, and its context grows from one size of captures to the next."""
     assert len(load_prompter(cluster.spec).token_ids(LONG, True, TOKENS)) > 1024
@@ -86,6 +88,7 @@ def test_a_long_prompt_enters_in_parts_and_is_found_again(cluster: LocalCluster,
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("cluster", ["windows"], indirect=True)
 def test_an_answer_outgrows_several_sizes_of_captures(cluster: LocalCluster, reference: Reference) -> None:
     expected = expected_of(cluster, reference, SENTENCES[0], 140)
@@ -93,6 +96,7 @@ def test_an_answer_outgrows_several_sizes_of_captures(cluster: LocalCluster, ref
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("dialect", ["apar", "pasta"])
 def test_threads_say_what_one_process_says(thread_models: ThreadModels, device: str, dialect: str) -> None:
     spec = thread_models.spec(4, 2).replaced(device=device)
@@ -110,6 +114,7 @@ def test_threads_say_what_one_process_says(thread_models: ThreadModels, device: 
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_an_answer_that_gives_way_goes_on_as_if_it_had_not(pair: Pair, device: str) -> None:
     """There is memory for one long answer at a time. On a GPU slots are handed out in larger blocks."""
     slots, tokens = {"cpu": (288, 150), "cuda": (1024, 520)}[device]
@@ -127,6 +132,7 @@ def test_an_answer_that_gives_way_goes_on_as_if_it_had_not(pair: Pair, device: s
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(3)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize(
     ("devices", "stages", "transport", "draft"),

@@ -88,6 +88,7 @@ def tree(cache: KVCache, rows: int) -> LaneRows:
     return LaneRows(positions, cache, Visibility(seen, cache.past_length, lambda: positions))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("name", MODELS)
 @examples(30)
@@ -181,6 +182,7 @@ def graph_counts() -> Iterator[dict[str, Any]]:
     _dynamo.reset()
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize(
     ("name", "layers"),

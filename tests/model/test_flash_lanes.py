@@ -44,6 +44,7 @@ def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return stage
 
 
+@pytest.mark.in_turn(2)
 @examples(60)
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6), block=st.sampled_from([2, 5, 16]))
 def test_all_requests_at_once_equal_one_after_the_other(stage: StageModel, seed: int, count: int, block: int) -> None:

@@ -104,6 +104,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.usefixtures("leaves_nothing")
 def test_toy_run(pair: Pair, tmp_path: Path) -> None:
     """Every kind of fault, under greedy and drawn answers; and nothing is done twice."""

@@ -55,6 +55,7 @@ SAMPLING = {
 
 @pytest.mark.fast_cases
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("kind", SAMPLING)
 def test_every_method_keeps_to_its_budget(pair: Pair, kind: str) -> None:
     config = ReadsConfig(METHOD_NAMES, (3,), "Natalia sold 12 clips in April.", SAMPLING[kind])

@@ -52,6 +52,7 @@ def script_of(number: int, owner: Script, owned: SlotRuns, adopts: bool, drawn: 
     return Script(number, **settings, cached=cached, copied=copied)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("target", ["llama", "window"], indirect=True)
 @examples(80)
 @given(
@@ -146,6 +147,7 @@ def resumed(cut: Script, allocator: SlotAllocator, arguments: dict[str, Any], ca
     return Script(1, **settings, said=cut.answer, slots=allocator.runs(0, shared), cached=cached, copied=copied)
 
 
+@pytest.mark.in_turn(3)
 @examples(80)
 @given(
     arguments=scripts(), patience=st.integers(2, 20), block=st.sampled_from([2, 3, 16]), share=st.floats(0, 1),

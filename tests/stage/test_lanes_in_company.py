@@ -47,6 +47,7 @@ def flat(seen: list[object]) -> Iterator[object]:
             yield entry
 
 
+@pytest.mark.in_turn(3)
 @examples(60)
 @given(drawn=st.lists(scripts(), min_size=2, max_size=5), block=st.sampled_from([3, 16]), seed=st.integers(0, 99))
 def test_a_request_in_company_is_computed_as_it_is_alone(
@@ -69,6 +70,7 @@ def sequences_that_may_fork(opening: NewRequest) -> NewSequence:
     return lambda: behind(said, ThreadedSequence(replace(NO_DIALECT), prompt_length, (END,), max_tokens))
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.fast_cases("window")
 @examples(60)
 @given(arguments=scripts())

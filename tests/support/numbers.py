@@ -2,6 +2,7 @@
 
 A test does if it takes a fixture that holds models, or if its module names a class, a function or a module of a package that
 computes, itself or by way of a helper in ``tests``. A test whose models are used by the program alone must be marked by hand.
+Tests on several hosts are not marked: they are about networks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 FIXTURES = ("pair", "thread_models")
+HOSTS = {"hosts3", "slow_hosts3"}
 COMPUTING = (
     "benchmarks.kernels",
     "pipedec.drafting",
@@ -50,7 +52,8 @@ WRITER = "support.checkpoints"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         module = getattr(item, "module", None)
-        if module is not None and (_holds_models(item, module) or computes(module)):
+        is_on_hosts = not HOSTS.isdisjoint(getattr(item, "fixturenames", ()))
+        if module is not None and not is_on_hosts and (_holds_models(item, module) or computes(module)):
             item.add_marker(pytest.mark.numbers)
 
 

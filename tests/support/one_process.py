@@ -3,6 +3,8 @@
 Importing torch takes longer than most commands at toy size do, so it happens once, and ranks come from one fork server. A line is
 ``pipedec …`` or ``python -m MODULE …``, as a shell would read it; ``> FILE`` at its end takes what it prints. Each line is
 printed before it runs, with the seconds it took afterwards. The first one that fails ends the run with its exit status.
+
+A line that begins with ``K:`` is of quarter K: with a quarter as an argument, those of the others are left out.
 """
 
 from __future__ import annotations
@@ -55,8 +57,11 @@ def printing_to(file: str | None) -> Iterator[None]:
 
 
 def main() -> None:
+    quarters = [f"{quarter}:" for quarter in sys.argv[1:] or "0123"]
     for line in sys.stdin:
         words = shlex.split(line, comments=True)
+        if words and words[0].endswith(":"):
+            words = words[1:] if words[0] in quarters else []
         if not words:
             continue
         file = words[-1] if words[-2:-1] == [">"] else None

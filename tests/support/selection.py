@@ -32,7 +32,6 @@ SCRIPTS = "lua/"
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quarter", type=int, choices=range(QUARTERS), help="only the tests of a quarter of the files")
     parser.addoption("--changed-since", metavar="REVISION", help="only the tests that reach what has changed since a revision")
-    parser.addoption("--tenth", type=int, choices=range(10), default=0, help="which tenth of the architectures is tried")
     parser.addoption("--architecture-rows", help="try all of them, and write what is found to this folder")
 
 

@@ -55,6 +55,7 @@ def test_a_new_draft_learns_and_its_card_says_from_what(trained: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_the_same_run_again_makes_the_same_draft(pair: Pair, trained: Path, tmp_path: Path) -> None:
     train_draft(pair.target, SMALL, PROMPTS, RECIPE, Run(tmp_path, tmp_path / "work", threads=1), compiled=False)
     first, second = (load_file(path / "draft" / "model.safetensors") for path in (trained, tmp_path))
@@ -129,16 +130,20 @@ def test_the_command_trains_from_invented_prompts(pair: Pair, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(2)
 def test_processes_of_torchrun_share_the_work(pair: Pair, tmp_path: Path) -> None:
-    """Two make the prompts, the answers and the losses of one."""
+    """Two make the prompts, the answers and the losses of one, which needs no torchrun."""
     logs = []
     for count in (1, 2):
         folder = tmp_path / str(count)
         flags = ["--target", str(pair.target), "--invented", "150", "--hidden-size", "64", "--layers", "1", "--no-compile"]
         flags += ["--length", "96", "--batch", "4", "--new-tokens", "8", "--steps", "3", "--threads", "1", "--device", "cpu"]
         flags += ["--out", str(folder / "out"), "--work", str(folder / "work")]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        subprocess.run([*torchrun, "-m", "pipedec.cli", "train", "draft", *flags], check=True, timeout=300, capture_output=True)
+        if count == 1:
+            CliRunner().invoke(command, ["draft", *flags], catch_exceptions=False)
+        else:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+            subprocess.run([*torchrun, "pipedec.cli", "train", "draft", *flags], check=True, timeout=300, capture_output=True)
         logs.append([json.loads(line)["loss"] for line in (folder / "work" / "draft.jsonl").read_text().splitlines()])
     made = [sorted((tmp_path / count / "work" / "continuations" / "invented").iterdir()) for count in "12"]
     assert [path.read_bytes() for path in made[0]] == [path.read_bytes() for path in made[1]]

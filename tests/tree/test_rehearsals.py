@@ -67,7 +67,7 @@ def test_a_step_of_200_rows_and_40_threads() -> None:
     """As wide as a step gets is what the method's options say, and no number of threads is too large."""
     dialect = toy("apar", max_depth=6, max_children=64, max_child_tokens=400, no_opening_after=())
     tree = {"width": 240, "children": 6, "forwards": 6}
-    rehearsal = Rehearsal(dialect, 3, "pipedec-bestfirst", 2, True, 700, tree, accuracy=0.9, chatter=4.0, knee=240)
+    rehearsal = Rehearsal(dialect, 3, "pipedec-bestfirst", 2, True, 330, tree, accuracy=0.9, chatter=1.5, knee=240)
     [answer], [expected] = rehearsal.run(), rehearsal.expected()
     assert said(answer) == said(expected) and answer.finished == expected.finished
     assert rehearsal.stages.widest >= 200 and rehearsal.stages.most_threads >= 40

@@ -54,6 +54,7 @@ def test_the_answers_cover_the_interesting_cases(thread_models: ThreadModels) ->
     assert {4, 9} <= promised, "lengths that promises state"
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize(("dialect", "setting", "order"), pairwise(THREAD_DIALECTS, SETTINGS, ORDERS))
 def test_the_order_in_which_threads_take_turns_changes_nothing(
@@ -116,6 +117,7 @@ class Reread:
         return wrong
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_one_forward_over_the_whole_answer_gives_the_same_tokens(thread_models: ThreadModels, case: Case) -> None:
