@@ -30,7 +30,8 @@ class LaneSizes:
 class Stashes:
     """The states and stashes in the stages' pools of recurrent layers. Without such layers there is no limit.
 
-    A request has a state for each thread that has not ended, and a stash for each row of its trees.
+    A request has a state for each thread that has not ended, and a stash for each row of its trees. A thread that has ended may
+    have one of each for its last token, to which others will attend.
 
     Attributes:
         states, rows: those that are free at this timestep; the second without rows that are reserved.
@@ -48,10 +49,10 @@ class Stashes:
         if self.is_limited:
             lanes = list(lanes)
             self.states = self.counts.states - sum(map(self.states_of, lanes))
-            self.rows = self.counts.rows - sum(map(_rows_of, lanes))
+            self.rows = self.counts.rows - sum(lane.method.in_flight + _last_tokens(lane) for lane in lanes)
 
     def states_of(self, request: Request) -> int:
-        return sum(thread.state is not State.ENDED for thread in request.sequence.threads)
+        return sum(thread.state is not State.ENDED for thread in request.sequence.threads) + _last_tokens(request)
 
     def reserve(self, number: int, rows: int) -> int:
         """Reserve ``rows`` rows for a request, or those that are left, which it returns."""
@@ -77,13 +78,14 @@ class Stashes:
         return paused
 
 
-def _rows_of(request: Request) -> int:
-    """Rows of its trees in flight, and last tokens of ended threads to which others will attend."""
-    sequence, kept = request.sequence, 0
-    if sequence.can_fork:
-        needed = sequence.needed()
-        kept = sum(thread.state is State.ENDED and needed[thread.number] > 0 for thread in sequence.threads)
-    return request.method.in_flight + kept
+def _last_tokens(request: Request) -> int:
+    """Last tokens of ended threads to which others will attend."""
+    if not (sequence := request.sequence).can_fork:
+        return 0
+    ended = [
+        (thread, count) for thread, count in zip(sequence.threads, sequence.needed(), strict=True) if thread.state is State.ENDED
+    ]
+    return sum(thread.num_tokens == count > 0 for thread, count in ended)
 
 
 class Memory:
