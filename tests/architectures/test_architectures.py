@@ -27,7 +27,7 @@ from architectures.zoo import LAYERS, architectures, save_config, save_model
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
-from pipedec.families import Reach, TransformersConfig, model_config
+from pipedec.families import Reach, StateCounts, TransformersConfig, model_config
 from pipedec.families.transformers import _observed_mask
 from pipedec.formats import ALL_PLAIN, WeightFormat
 from pipedec.model import Checkpoint, StageModel
@@ -57,15 +57,17 @@ def test_an_architecture_is_exact_or_refused(model_type: str, tmp_path: Path, py
         write_row(row, Path(rows))
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "olmo3", "youtu"])
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo3", "youtu", "qwen3_5_text", "kimi_linear"])
 def test_a_plan_counts_the_bytes_that_stages_load(model_type: str, tmp_path: Path) -> None:
     save_model(model_type, tmp_path)
     config = model_config(tmp_path, "transformers")
-    costs = ModelCosts(config, WeightFormat("float32"), 8, 512, 1)
+    counts = StateCounts(3, 40, 5)
+    costs = ModelCosts(config, WeightFormat("float32"), 8, 512, 1, states=counts)
     for layers in (range(2), range(2, 4), range(4, LAYERS), range(LAYERS)):
         stage = StageModel.load(tmp_path, layers, torch.float32, "cpu", config)
         assert stage.stack.num_bytes == costs.weight_bytes(layers, layers.start == 0, layers.stop == LAYERS)
-        assert stage.make_pool(64, block=16).num_bytes == (64 + 16) * costs.token_bytes(layers)
+        pools = stage.make_pool(64, 16, counts).num_bytes + costs.state_bytes(layers)  # of a chunk, made in its forward
+        assert pools == (64 + 16) * costs.token_bytes(layers) + costs.state_pool_bytes(layers)
 
 
 @pytest.mark.parametrize("model_type", ["falcon_mamba", "jamba"])

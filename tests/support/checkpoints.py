@@ -31,9 +31,9 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
 }
+OTHERS = {"qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM)}  # as transformers' modules alone
 HYBRID: dict[str, Any] = {  # of qwen3_5_text, with four layers
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "head_dim": 8,
@@ -57,7 +57,7 @@ def save_tiny(
 
     Weights are large enough for tokens to depend on their whole context, and biases and norms are not trivial.
     """
-    config_class, model_class = FAMILIES[family]
+    config_class, model_class = (FAMILIES | OTHERS)[family]
     values: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
