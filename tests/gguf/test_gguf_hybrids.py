@@ -30,8 +30,17 @@ from pipedec.verify.reference import load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+    "layer_types": None,  # every fourth has attention
+}  # fmt: skip
+EXPERTS = {
+    "mlp_only_layers": [],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 QWEN35 = {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}, **LINEAR}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen35": ("qwen3_5_text", QWEN35),
