@@ -82,13 +82,14 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         "  ms are of each alone, and a timestep counts with their sum.",
         "",
     ]
+    most = plan.kv.max_num_seqs if plan.states == NO_STATES else min(plan.kv.max_num_seqs, plan.states.states)
     hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
     sizes = sorted(plan.kv.tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     kv_gb = f"{sizes[0]:.1f}" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
     parts = Counter[Placement]()  # bytes of the ranks that share a GPU
     for rank in [*([plan.draft] if plan.draft else []), *plan.stages]:
         parts[rank.placement] += rank.memory_bytes
-    left = {place.device: DEVICES[place.device].memory_bytes - most for place, most in parts.items()}
+    left = {place.device: DEVICES[place.device].memory_bytes - used for place, used in parts.items()}
     reserve = ", ".join(f"{size / GIGA:.1f} GB of each {name}" for name, size in left.items() if DEVICES[name].is_gpu)
     return [
         *([] if plan.shared_stage is None else sharing),
@@ -106,7 +107,7 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         *_states(plan),
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
         "",
-        f"Requests that have memory at the same time ({plan.kv.max_num_seqs:,} may run, of up to {plan.max_model_len:,} tokens):",
+        f"Requests that have memory at the same time ({most:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
         _line("requests", [f"{plan.kv.requests(tokens):,}" for tokens in _REQUEST_TOKENS]),
     ]
