@@ -61,7 +61,7 @@ class Stashes:
         return found
 
     def take(self, number: int, rows: int) -> int:
-        """How many of ``rows`` rows of a request may enter: those that are reserved for it, and others that are free."""
+        """Return the number of a request's ``rows`` rows that may enter: reserved ones first, then free ones."""
         reserved = min(self._reserved.pop(number, 0), rows)
         more = min(rows - reserved, max(self.rows, 0))
         self.rows -= more

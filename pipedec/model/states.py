@@ -266,12 +266,14 @@ class LaneStates:
 
     def reset(self) -> None:
         """Drop all rows."""
-        self.pool.give_rows(self._rows + self._entering)
-        self._rows, self._threads, self._entering = [], [], []
+        self._give_rows()
         self.pool.clear_state(self._states[0])
 
     def close(self) -> None:
         """Give everything back."""
+        self._give_rows()
+        self.end(list(self._states))
+
+    def _give_rows(self) -> None:
         self.pool.give_rows(self._rows + self._entering)
         self._rows, self._threads, self._entering = [], [], []
-        self.end(list(self._states))

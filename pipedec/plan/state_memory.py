@@ -1,4 +1,4 @@
-"""How many states of recurrent layers, and rows of trees in flight, the pools of a pipeline's stages hold.
+"""The number of states of recurrent layers, and of rows of trees in flight, in the pools of a pipeline's stages.
 
 Plain arithmetic, by settings and configs alone, so that every rank counts the same. Asks no device.
 """

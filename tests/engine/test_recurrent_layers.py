@@ -171,7 +171,7 @@ def requests_of(lengths: Iterable[int], tokens: int, method: str = DEFAULT_METHO
 
 
 def alone(models: Models, family: str, request: TokenizedRequest) -> list[int]:
-    """The whole answer by ``pp`` in one stage, with nobody else there."""
+    """The whole answer by ``pp`` in one stage, without other requests."""
     pipeline = models.pipeline(family, 1)
     list(pipeline.run(replace(request, method="pp", options=None, output_token_ids=(), priority=0)))
     check_all_is_free(pipeline)
