@@ -160,13 +160,13 @@ SAMPLINGS = (
 )
 
 
-def requests_of(lengths: Iterable[int], tokens: int, method: str = DEFAULT_METHOD) -> list[TokenizedRequest]:
-    """Requests with prompts of some lengths and all samplings in turn."""
+def requests_of(lengths: Iterable[int], tokens: int, **sampled: Any) -> list[TokenizedRequest]:
+    """Requests with prompts of some lengths and all samplings in turn, with some of their fields replaced."""
     found = []
     for number, (length, sampling) in enumerate(zip(lengths, cycle(SAMPLINGS), strict=False)):
         prompt = torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-        sampling = structs.replace(sampling, max_tokens=tokens)
-        found.append(TokenizedRequest(number, tuple(prompt), sampling, method, find_method(method).options()))
+        sampling = structs.replace(sampling, max_tokens=tokens, **sampled)
+        found.append(TokenizedRequest(number, tuple(prompt), sampling, DEFAULT_METHOD, find_method(DEFAULT_METHOD).options()))
     return found
 
 
@@ -222,7 +222,7 @@ def test_an_answer_is_resumed(models: Models, tokens: int) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_paused_answer_goes_on(models: Models, family: str) -> None:
     """There is room for what all of them reserve, but not for their answers; a more urgent one comes later."""
-    pipeline, requests = models.pipeline(family, 2, slots=208), requests_of((5, 12, 20, 7), 70)
+    pipeline, requests = models.pipeline(family, 2, slots=208), requests_of((5, 12, 20, 7), 70, ignore_eos=True)
     requests[3] = replace(requests[3], priority=-1)
     wanted = [alone(models, family, request) for request in requests]
     list(pipeline.run_all({1: requests[:3], 30: requests[3:]}))
