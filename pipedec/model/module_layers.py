@@ -26,21 +26,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
 from pipedec.families.base import rope_type
-from pipedec.families.transformers import (
-    ATTENTION,
-    Place,
-    TransformersConfig,
-    is_recurrent,
-    module_cache,
-    replace_functions,
-    skeleton,
-    stated_config,
-)
+from pipedec.families.skeleton import is_recurrent, module_cache, replace_functions, skeleton, stated_config
+from pipedec.families.transformers import Place, TransformersConfig
 from pipedec.model.attention import LatentAttention, Rows
 from pipedec.model.matrices import Matrix, Products
 from pipedec.model.recurrent import Recurrence
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint, Target
+
+_ATTENTION = "pipedec"  # under which transformers knows the attention function of this file
 
 
 class ModuleLayers(StageLayers):
@@ -57,7 +51,7 @@ class ModuleLayers(StageLayers):
         for name, place in sorted(config.places.items(), key=lambda item: item[1].rows or (0, 0)):
             self._stored.setdefault(str(place), []).append(name)
         self._embedding_VE: Matrix | None = None
-        self._causal: Any = skeleton(stated_config(config.directory), ATTENTION, storage.dtype)
+        self._causal: Any = skeleton(stated_config(config.directory), _ATTENTION, storage.dtype)
         self._model, self._normed = self._causal.get_submodule(self._names.decoder), _Normed()
         setattr(self._causal, self._names.base, self._normed)
         self._embed, self._norm = self._module(self._names.embedding), self._module(self._names.norm)
@@ -381,4 +375,4 @@ def _attention(
 
 @cache
 def _register() -> None:
-    AttentionInterface.register(ATTENTION, _attention)
+    AttentionInterface.register(_ATTENTION, _attention)

@@ -24,7 +24,7 @@ from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
 from pipedec.families.multimodal import auto_class, text_config
-from pipedec.families.transformers import is_recurrent
+from pipedec.families.skeleton import is_recurrent
 from pipedec.formats import ALL_PLAIN, PLAIN
 from pipedec.gguf import model_files
 from pipedec.model import Checkpoint, Target, WidenedMatrix, rounded

@@ -28,7 +28,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import Reach, StateCounts, TransformersConfig, model_config
-from pipedec.families.transformers import _observed_mask
+from pipedec.families.observation import _observed_mask
 from pipedec.formats import ALL_PLAIN, WeightFormat
 from pipedec.model import Checkpoint, StageModel
 from pipedec.model.matrices import SMALLEST_PACKED

@@ -46,13 +46,10 @@ _TOWER = {
     "deepstack_visual_indexes": [], "fullatt_block_indexes": [0],
 }  # fmt: skip
 _THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}
-_RECURRENT = {
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5},
-}  # fmt: skip
+_SOME_OF_THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 MULTIMODAL: dict[str, dict[str, Any]] = {  # with what the text model of each has besides
     "gemma3": {}, "gemma4": _OWN["gemma4_text"], "mistral3": {}, "qwen2_5_vl": _THREE_AXES, "qwen3_vl": _THREE_AXES,
-    "qwen3_5": _RECURRENT,
+    "qwen3_5": _DELTA_HEADS | _SOME_OF_THREE_AXES,
 }  # fmt: skip
 
 

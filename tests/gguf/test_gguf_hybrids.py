@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from pipedec.core.errors import UserError
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
-from pipedec.families.transformers import stated_config
+from pipedec.families.skeleton import stated_config
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
 from pipedec.model import Checkpoint
 from pipedec.verify.reference import load_transformers
