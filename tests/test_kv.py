@@ -19,13 +19,17 @@ Prefix = tuple[int, ...]  # a token, and all before it
 
 @dataclass
 class Running:
-    """A request: its slots in order, its tokens in them, whether somebody may know of each (``told``), and the states that it has
-    yet to keep.
+    """A running request.
+
+    Attributes:
+        text: its tokens, in the order of its slots.
+        reported: how many of them the manager knows.
+        snapshots: places for states that it has yet to keep, after so many tokens.
     """
 
     text: list[int]
     slots: list[int] = field(default_factory=list)
-    told: int = 0
+    reported: int = 0
     snapshots: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -101,27 +105,27 @@ class Books(RuleBasedStateMachine):
     def extend(self, data: st.DataObject, count: int) -> None:
         number = data.draw(st.sampled_from(sorted(self.running)))
         one = self.running[number]
-        if one.told == len(one.text):
+        if one.reported == len(one.text):
             one.text += data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=count))
             room = self.kv.slots_of(number) + self.kv.free_slots
             runs = self.kv.grow(number, len(one.text))
             assert (runs is None) == (len(one.text) > room)
             if runs is None:
-                del one.text[one.told :]
+                del one.text[one.reported :]
                 return
             one.slots += slots_in(runs)
-        self.advance(number, min(one.told + count, len(one.text)))
+        self.advance(number, min(one.reported + count, len(one.text)))
 
     def advance(self, number: int, end: int) -> None:
         """Compute the request's tokens up to ``end``."""
         one = self.running[number]
-        for index in range(one.told, end):
+        for index in range(one.reported, end):
             self.memory[one.slots[index]] = tuple(one.text[: index + 1])
         for tokens, place in [snapshot for snapshot in one.snapshots if snapshot[0] <= end]:
             self.states[place] = tuple(one.text[:tokens])
             one.snapshots.remove((tokens, place))
-        self.kv.extend(number, one.text[one.told : end])
-        one.told = end
+        self.kv.extend(number, one.text[one.reported : end])
+        one.reported = end
         self.compute(one, f"extended {number}")
 
     @precondition(lambda self: self.running)
@@ -130,7 +134,7 @@ class Books(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.running)))
         one = self.running.pop(number)
         self.kv.free(number)
-        self.ended = [*self.ended[-5:], one.text[: one.told]]
+        self.ended = [*self.ended[-5:], one.text[: one.reported]]
         assert self.kv.slots_of(number) == 0
 
     @rule()
@@ -140,11 +144,11 @@ class Books(RuleBasedStateMachine):
 
     def compute(self, one: Running, what: str) -> None:
         """Rows of trees are written behind the tokens."""
-        for slot in one.slots[one.told :]:
+        for slot in one.slots[one.reported :]:
             self.memory[slot] = what
 
     def check(self, one: Running) -> None:
-        for index in range(one.told):
+        for index in range(one.reported):
             assert self.memory[one.slots[index]] == tuple(one.text[: index + 1])
 
     @invariant()

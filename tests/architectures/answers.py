@@ -17,6 +17,7 @@ from architectures.zoo import LAYERS, VOCABULARY
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.methods import find_method
 from pipedec.sampling.noise import gumbel
 from pipedec.verify.reference import load_transformers
@@ -66,6 +67,16 @@ def compare(
                         found.different.append(f"{stages} stages, {method}, {place}, {question}")
             found.ties += 2 * (len(questions) - len(clear))
     return found
+
+
+def check_greedy(source: Path, file: Path) -> None:
+    """Greedy answers by two stages with the weights of ``file`` are those of ``generate`` with the checkpoint ``source``."""
+    expected = _expected(source, list(product(["greedy"], range(len(PROMPTS)))))
+    clear = {question: tokens for question, tokens in expected.items() if tokens is not None}
+    assert clear
+    layers = model_config(file, "transformers").num_hidden_layers
+    pipeline = LocalPipeline.load(bare_spec(file, layers, (2, 2), model_impl="transformers"))
+    assert answers(pipeline, "pp", list(clear)) == list(clear.values())
 
 
 def answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str, int]]) -> list[list[int]]:

@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from architectures.answers import PROMPTS, SAMPLINGS, TIE, answers, generated
+from architectures.answers import PROMPTS, check_greedy
 from architectures.zoo import VOCABULARY, save_model
 from safetensors.torch import load_file, save_file
 from support.gguf_architectures import NAMES
 from support.gguf_files import gguf_refusal, save_gguf
 from support.llama_cpp import LlamaCpp
-from support.specs import bare_spec
 from support.stage_chain import StageChain
 
-from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.families.skeleton import stated_config
 from pipedec.gguf import TensorIndex, model_files
@@ -150,14 +148,7 @@ def test_answers_are_those_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     not_equal = {field.name for field in fields(own) if getattr(config, field.name) != getattr(own, field.name)}
     assert not_equal <= {"location", "eos_token_id"} | ({"model_type"} if name == "mistral" else set())
     Checkpoint(file).check_complete(config)
-    model = load_transformers(source, torch.float32)
-    expected = [generated(model, prompt, SAMPLINGS["greedy"]) for prompt in PROMPTS]
-    pipeline = LocalPipeline.load(bare_spec(file, model.config.num_hidden_layers, (2, 2), model_impl="transformers"))
-    found = answers(pipeline, "pp", [("greedy", number) for number in range(len(PROMPTS))])
-    clear = [number for number, (_, lead) in enumerate(expected) if lead > TIE]
-    assert clear
-    for number in clear:
-        assert found[number] == expected[number][0]
+    check_greedy(source, file)
 
 
 @pytest.mark.in_turn(3)

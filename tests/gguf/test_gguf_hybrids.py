@@ -10,23 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architectures.answers import PROMPTS, SAMPLINGS, TIE, answers, generated
+from architectures.answers import PROMPTS, check_greedy
 from architectures.zoo import VOCABULARY, save_model
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from support.gguf_files import Floats, gguf_refusal, save_gguf, tensors_of
 from support.llama_cpp import LlamaCpp
-from support.specs import bare_spec
 from transformers import AutoModelForCausalLM
 
 from pipedec.core.errors import UserError
-from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
 from pipedec.families.skeleton import stated_config
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
 from pipedec.model import Checkpoint
-from pipedec.verify.reference import load_transformers
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
@@ -171,14 +168,7 @@ def test_answers_are_those_of_the_checkpoint(kind: str, tmp_path: Path) -> None:
     """Q8_0: those of a checkpoint with the values that the file has."""
     source, file = write("qwen35", tmp_path, {"linear_value_head_dim": 32}, kind=kind)
     save_file(values_in(file, source, tmp_path), source / "model.safetensors", {"format": "pt"})
-    model = load_transformers(source, torch.float32)
-    expected = [generated(model, prompt, SAMPLINGS["greedy"]) for prompt in PROMPTS]
-    pipeline = LocalPipeline.load(bare_spec(file, model.config.num_hidden_layers, (2, 2), model_impl="transformers"))
-    found = answers(pipeline, "pp", [("greedy", number) for number in range(len(PROMPTS))])
-    clear = [number for number, (_, lead) in enumerate(expected) if lead > TIE]
-    assert clear
-    for number in clear:
-        assert found[number] == expected[number][0]
+    check_greedy(source, file)
 
 
 def test_experts_are_refused_by_the_family(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ Cases = dict[str, Any]
 
 
 def make(part: str, scratch: Path, **limits: Any) -> Cases:
-    """What the part is now, or some of it, as a file would give it back."""
+    """Compute the cases of a part now, or some of them, as they would be read from a file."""
     cases: Cases = json.loads(json.dumps(import_module(f"golden.{part}").make(scratch, **limits)))
     return cases
 

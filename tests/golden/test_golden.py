@@ -31,7 +31,7 @@ def test_processes_do_what_is_in_the_record(kind: str, tmp_path: Path) -> None:
 
 
 def test_timesteps_are_those_of_the_record(tmp_path: Path) -> None:
-    """What is not compared is not computed."""
+    """Rounded values are computed only on the processor of the record: elsewhere they are not compared."""
     recorded = read("schedule")
     check("schedule", recorded, make("schedule", tmp_path, with_rounded=recorded[PROCESSOR] == processor()))
 

@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 
 @dataclass
 class Token:
-    """What one token feeds to each layer, and the plain recurrence and convolution after it, in float64.
+    """The inputs of one token to each layer, and the plain recurrence and convolution after it, in float64.
 
     Attributes:
         fed: by layer: query, key, value, decays, rates, and the input of the convolution.

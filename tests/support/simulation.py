@@ -113,8 +113,11 @@ class KnowingDrafter(IdleDrafter):
 
 
 class Stage:
-    """What is in the slots of a stage's pool: of a token of a past, a digest of it and of all before it. At each place for
-    states, the digest of the tokens that they are of.
+    """A stage's pool.
+
+    Attributes:
+        memory: for each slot with a token of a past, a digest of this token and all before it.
+        states: for each place of states, the digest of the tokens that led to them.
     """
 
     def __init__(self) -> None:
