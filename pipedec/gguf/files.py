@@ -20,7 +20,8 @@ from typing import Any
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.directories import cache_directory
-from pipedec.gguf.config import DECAY, FREQUENCIES, LONG, SHORT, Architecture, File, architecture_of, config_of
+from pipedec.gguf.architectures import DECAY, FREQUENCIES, LONG, SHORT, Architecture, File, architecture_of
+from pipedec.gguf.config import config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedec.core.errors import UserError
-from pipedec.gguf.config import Architecture
+from pipedec.gguf.architectures import Architecture
 from pipedec.gguf.orders import BlockOrder
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from support.stage_chain import StageChain
 from pipedec.families import model_config
 from pipedec.families.skeleton import stated_config
 from pipedec.gguf import TensorIndex, model_files
-from pipedec.gguf.config import ARCHITECTURES
+from pipedec.gguf.architectures import ARCHITECTURES
 from pipedec.model import Checkpoint
 from pipedec.verify.reference import load_transformers
 
