@@ -69,6 +69,7 @@ class Request:
         unreplayed: a verdict that the stages have yet to replay.
         is_known: whether the stages know of it. False after all lanes were lost.
         is_idle: whether no rows enter or are drafted before the next verdict.
+        stays_draftless: whether it goes on without the draft model, since its own method needs more memory than there is.
         num_scored: tokens of the prompt whose log-probabilities were reported; after a pause they come again.
         num_rescored: of those, how many have come since the lane was opened.
     """
@@ -91,6 +92,7 @@ class Request:
         self.unreplayed: Verdict | None = None
         self.waited = 0
         self.is_known = False
+        self.stays_draftless = False
         self.num_scored = self.num_rescored = 0
         self.new_sequence = new_sequence
         self._resources = resources
@@ -100,7 +102,9 @@ class Request:
         self.begin()
 
     def begin(self) -> None:
-        """Set the tokens that enter first, and a new method: one without the draft model while that is being loaded."""
+        """Set the tokens that enter first, and a new method: one without the draft model while that is being loaded, or if the
+        request's own method needs more memory than there is.
+        """
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
         self.tokens = [*self.asked.prompt_token_ids, *accepted]
         self.adopts: Sequence[int] = () if self.asked.sampling.prompt_logprobs is not None else self.tokens
@@ -109,7 +113,7 @@ class Request:
         self.free_slots = 0
         self.is_idle = False
         request = self.asked
-        if self._resources.awaits_drafter and find_method(request.method).draft != "none":
+        if (self._resources.awaits_drafter or self.stays_draftless) and find_method(request.method).draft != "none":
             request = replace(request, method=DEFAULT_METHOD, options=make_options(DEFAULT_METHOD, _DRAFTLESS))
         self.method: Method = _method_of(request, self.sequence, self._resources)
         prompt, answer = len(self.asked.prompt_token_ids), self.asked.sampling.max_tokens

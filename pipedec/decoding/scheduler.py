@@ -8,6 +8,7 @@ stage has closed the old ones. Knows no stage, no process and no client.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -43,6 +44,7 @@ from pipedec.kv import KVManager
 from pipedec.threads import NewSequence
 from pipedec.topology import rank_name
 
+logger = logging.getLogger(__name__)
 _UNLIMITED = 2**40  # slots
 _T = TypeVar("_T")
 
@@ -129,13 +131,26 @@ class Scheduler:
         self._arrived.append(request)
 
     def adopt(self, drafter: Drafter) -> None:
-        """Use the draft model, now that it is loaded. Requests whose own methods use it are paused, and continue with them."""
+        """Use the draft model, now that it is loaded. Requests whose own methods use it are paused, and continue with them; those
+        whose methods need more memory than there is go on without it.
+        """
         self.resources.drafter, self.resources.awaits_drafter = drafter, False
         for request in self.requests.values():
-            if request.lacks_drafter and request.has_lane:
+            if request.lacks_drafter and (refusal := self._refusal(request)) is not None:
+                logger.warning("request %d goes on without the draft model: %s", request.number, refusal)
+                request.stays_draftless = True
+            elif request.lacks_drafter and request.has_lane:
                 self._undrafted.append(request)
             elif request.lacks_drafter:
                 request.begin()
+
+    def _refusal(self, request: Request) -> UserError | None:
+        """The reason why a request like this one would not be accepted now."""
+        try:
+            self.prepare(request.asked, request.new_sequence)
+        except UserError as error:
+            return error
+        return None
 
     def opened(self) -> list[RequestOpened]:
         """The running requests that have lanes, for a listener that joins late."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
+from typing import Any
 
 import pytest
 from support.simulation import KnowingDrafter, begin, close_lane, entered, judge, scheduler_of, updates
@@ -151,6 +153,23 @@ def test_a_running_request_is_paused_to_go_on_with_its_draft_model() -> None:
     assert paused(scheduler) == []
     scheduler.adopt(KnowingDrafter(random.Random(0)))
     assert paused(scheduler) == [0] and paused(scheduler) == []
+
+
+@pytest.mark.parametrize("memory", [{"states": StateCounts(2, 20)}, {"kv": KVManager(48)}], ids=["states", "slots"])
+@pytest.mark.parametrize("has_lane", [True, False])
+def test_a_request_whose_tree_would_be_refused_goes_on_without_the_draft_model(
+    memory: dict[str, Any], has_lane: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = scheduler_of(2, **memory)
+    scheduler.resources.awaits_drafter = True
+    request = opened(scheduler, "stpp")
+    if has_lane:
+        assert updates(scheduler)[0].opening is not None
+    scheduler.adopt(KnowingDrafter(random.Random(0)))
+    assert paused(scheduler) == [] and request.method.drafter is None
+    assert re.search("^request 0 goes on without the draft model: .* enter together", caplog.messages[0])
+    request.begin()  # as after a pause
+    assert request.method.drafter is None
 
 
 def with_states(states: int, rows: int = 300, knee: int = 16) -> Scheduler:
