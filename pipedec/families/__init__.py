@@ -20,7 +20,7 @@ from pipedec.families.shapes import KVShape, Layer, LayerShape, Reach, Recurrent
 from pipedec.families.transformers import TransformersConfig
 
 __all__ = [
-    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "Heads", "KVShape", "Layer", "LayerShape",
-    "Linear", "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "RecurrentShape", "Shape", "StateCounts",
+    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "ExpertsShape", "Heads", "KVShape", "Layer",
+    "LayerShape", "Linear", "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "RecurrentShape", "Shape", "StateCounts",
     "TransformersConfig", "checkpoint_dtype", "context_length", "is_known", "json_object", "model_by_name", "model_config",
 ]  # fmt: skip

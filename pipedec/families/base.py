@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from pipedec.families.parts import Decoder, RMSNorm
-from pipedec.families.shapes import Layer, LayerShape, RecurrentShape, Shape
+from pipedec.families.shapes import ExpertsShape, Layer, LayerShape, RecurrentShape, Shape
 from pipedec.formats import ALL_PLAIN, Formats
 
 Size = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -67,6 +67,16 @@ class ModelConfig(ABC):
     def is_recurrent(self) -> bool:
         """Whether any layer keeps a state of the past."""
         return any(isinstance(layer, RecurrentShape) for layer in self.layers)
+
+    @property
+    def experts(self) -> tuple[ExpertsShape | None, ...]:
+        """The routed experts of each layer; None for a layer whose rows all compute with the same weights."""
+        return (None,) * self.num_hidden_layers
+
+    def expert_tensors(self, layer: int) -> dict[str, Shape]:
+        """Those of a layer's tensors that belong to its routed experts, of which a row reads ``top_k`` of ``num_experts``."""
+        del layer
+        return {}
 
     @property
     @abstractmethod

@@ -116,6 +116,19 @@ Layer = LayerShape | RecurrentShape
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """The routed experts of a layer, of which each row computes with a few.
+
+    Attributes:
+        num_experts: that a row may be routed to.
+        top_k: experts of a row.
+    """
+
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class StateCounts:
     """The size of the pools of recurrent layers, on every stage the same.
 
