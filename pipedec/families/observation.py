@@ -1,4 +1,4 @@
-"""An observed run of transformers' modules: it shows the cache, the attention and the recurrence of each layer.
+"""An observed run of transformers' modules: it shows the cache, the attention, the recurrence and the experts of each layer.
 
 The modules are made without memory, on the meta device, and run once with a cache and an attention function that note what they
 are called with.
@@ -13,13 +13,13 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipedec.core.values import shortened
-from pipedec.families.shapes import Layer, LayerShape, Reach, RecurrentShape, Shape
-from pipedec.families.skeleton import ModuleNames, is_recurrent, module_cache, replace_functions, skeleton
+from pipedec.families.shapes import ExpertsShape, Layer, LayerShape, Reach, RecurrentShape, Shape
+from pipedec.families.skeleton import ModuleNames, has_experts, is_recurrent, module_cache, replace_functions, skeleton
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_ATTENTION = "pipedec_observed"  # under which transformers knows the attention function of this file
+_FUNCTIONS = "pipedec_observed"  # under which transformers knows the functions of this file
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -42,7 +42,25 @@ class _Seen:
         self.attention: dict[int, LayerShape] = {}
         self.convolutions: dict[int, tuple[int, int]] = {}  # channels and tokens
         self.recurrent: dict[int, RecurrentShape] = {}
+        self.routed: dict[str, ExpertsShape] = {}  # by path of the module
         self.rows: dict[tuple[str, str], Any] = {}  # what linear maps were called with, by parent and name
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The run of a model.
+
+    Attributes:
+        layers: the attention or recurrence of each layer.
+        routed: by the path of a module with the matrices of experts, their number.
+        returns_tuple: whether layers return tuples.
+        fused: the names of linear maps that take the same rows.
+    """
+
+    layers: tuple[Layer, ...]
+    routed: dict[str, ExpertsShape]
+    returns_tuple: bool
+    fused: tuple[tuple[str, ...], ...]
 
 
 _seen: ContextVar[_Seen] = ContextVar("seen")  # what the observed run has shown so far
@@ -52,20 +70,13 @@ def observable(stated: Any) -> Any:
     """The model that a config describes, for ``observe``. Raises Unsupported if it cannot be made."""
     _register()
     try:
-        return skeleton(stated, _ATTENTION)
+        return skeleton(stated, _FUNCTIONS)
     except Exception as error:  # of any type: it is the architecture's own code
         raise Unsupported(f"cannot be made without its weights ({_shown(error)})") from None
 
 
-def observe(model: Any, names: ModuleNames) -> tuple[tuple[Layer, ...], bool, tuple[tuple[str, ...], ...]]:
-    """Run a model once without memory.
-
-    Returns:
-        the attention or recurrence of each layer; whether layers return tuples; the names of linear maps that take the same rows.
-
-    Raises:
-        Unsupported: it computes in another way than layers may.
-    """
+def observe(model: Any, names: ModuleNames) -> Observed:
+    """Run a model once without memory. Raises Unsupported if it computes in another way than layers may."""
     import torch
     from torch import nn
 
@@ -75,6 +86,8 @@ def observe(model: Any, names: ModuleNames) -> tuple[tuple[Layer, ...], bool, tu
         if type(module) is nn.Linear:
             parent, _, own = path.rpartition(".")
             hooks.append(module.register_forward_pre_hook(partial(_note_rows, seen, (parent, own))))
+        elif has_experts(module):
+            module.pipedec_path = f"{names.layers}.{path}"
         elif is_recurrent(module):
             number = int(module.layer_idx)
             replace_functions(module, partial(_observed_rule, seen, number), partial(_observed_convolution, seen, number))
@@ -95,11 +108,8 @@ def observe(model: Any, names: ModuleNames) -> tuple[tuple[Layer, ...], bool, tu
         _seen.reset(before)
         for hook in hooks:
             hook.remove()
-    return (
-        tuple(_layer(seen, number) for number in range(len(layers))),
-        returned[0],
-        tuple(group for group in _GROUPS if _take_the_same_rows(seen, group)),
-    )
+    found = tuple(_layer(seen, number) for number in range(len(layers)))
+    return Observed(found, seen.routed, returned[0], tuple(group for group in _GROUPS if _take_the_same_rows(seen, group)))
 
 
 def _layer(seen: _Seen, number: int) -> Layer:
@@ -171,6 +181,11 @@ def _observed_attention(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
 
 
+def _observed_experts(module: Any, hidden_RE: Tensor, expert_ids_RK: Tensor, *_: Any, **__: Any) -> Tensor:
+    _seen.get().routed[module.pipedec_path] = ExpertsShape(len(module.down_proj), expert_ids_RK.shape[1])
+    return hidden_RE.new_empty(hidden_RE.shape)
+
+
 def _observed_mask(mask_function: Any, local_size: int | None = None, **_: Any) -> _SeenMask:
     """Whether positions are seen in windows or in chunks is found by asking for one pair of positions."""
     import torch
@@ -184,9 +199,11 @@ def _observed_mask(mask_function: Any, local_size: int | None = None, **_: Any) 
 @lru_cache(maxsize=1)
 def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    AttentionInterface.register(_ATTENTION, _observed_attention)
-    AttentionMaskInterface.register(_ATTENTION, _observed_mask)
+    AttentionInterface.register(_FUNCTIONS, _observed_attention)
+    AttentionMaskInterface.register(_FUNCTIONS, _observed_mask)
+    ALL_EXPERTS_FUNCTIONS.register(_FUNCTIONS, _observed_experts)
 
 
 def _shown(error: Exception) -> str:

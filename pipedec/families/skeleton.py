@@ -1,4 +1,4 @@
-"""transformers' own modules of a model, without weights, and what pipedec replaces in them: cache and recurrence.
+"""transformers' own modules of a model, without weights, and what pipedec replaces in them: cache, recurrence and experts.
 
 No code of a checkpoint is executed, and nothing is downloaded.
 """
@@ -49,10 +49,11 @@ def stated_config(directory: Path) -> Any:
         raise UserError(f"neither pipedec nor the installed transformers can read it: {reason}") from None
 
 
-def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
+def skeleton(stated: Any, functions: str, dtype: Any = None) -> Any:
     """The model of transformers that a config describes, whose weights are on the meta device: they have shapes, but no memory.
 
-    Buffers that are computed, such as frequencies, are real. ``attention``: the name of the text model's attention function.
+    Buffers that are computed, such as frequencies, are real. ``functions``: the name under which transformers knows the attention
+    function of the text model, and the function of its experts.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -63,15 +64,20 @@ def skeleton(stated: Any, attention: str, dtype: Any = None) -> Any:
             is_weight = function in (torch.empty, torch.rand, torch.randn)
             return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_weight else {})})
 
-    own = attention if text_config(stated) is stated else {"text_config": attention}
+    own = functions if text_config(stated) is stated else {"text_config": functions}
     with WithoutWeights(), no_init_weights():
         model = auto_class(stated).from_config(
-            stated, dtype=dtype or torch.float32, attn_implementation=own, trust_remote_code=False
+            stated, dtype=dtype or torch.float32, attn_implementation=own, experts_implementation=own, trust_remote_code=False
         )
     for module in model.modules():  # weights made of zeros or ones, as frequencies may be
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
     return model.eval()
+
+
+def has_experts(module: Any) -> bool:
+    """Whether a module holds stacks of the matrices of experts, and computes with them by a function that can be replaced."""
+    return hasattr(module, "has_gate") and hasattr(module, "_apply_gate")
 
 
 def is_recurrent(module: Any) -> bool:

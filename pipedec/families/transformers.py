@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -17,11 +18,12 @@ from pipedec.core.errors import UserError
 from pipedec.families.base import ModelConfig, rope_sets
 from pipedec.families.multimodal import loaded_names, text_config, towers
 from pipedec.families.observation import Unsupported, observable, observe
-from pipedec.families.shapes import Layer, Shape
-from pipedec.families.skeleton import ModuleNames, is_recurrent, stated_config
+from pipedec.families.shapes import ExpertsShape, Layer, Shape
+from pipedec.families.skeleton import ModuleNames, has_experts, is_recurrent, stated_config
 from pipedec.formats import TensorFiles, known_files
 
 UNSUPPORTED = ", which is not supported: choose another target"
+_OTHER_TENSORS = "has checkpoints whose tensors are not those of its modules"
 _PLANNED_AS = {"qwen3_vl_text": "qwen3"}  # architectures with the parts of another one, which has a pipeline plan
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
@@ -33,14 +35,21 @@ class Place:
     Attributes:
         module, parameter: path and attribute.
         rows: which of the parameter's rows it is, where the checkpoint has several tensors for one parameter; None for all.
+        expert: which of the experts it belongs to, where the parameter is a stack of their matrices; None for all.
     """
 
     module: str
     parameter: str
     rows: tuple[int, int] | None = None
+    expert: int | None = None
 
     def __str__(self) -> str:
         return f"{self.module}.{self.parameter}"
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the checkpoint has several tensors for the parameter."""
+        return self.rows is not None or self.expert is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,7 @@ class TransformersConfig(ModelConfig):
         shapes: of all tensors, by their names in a checkpoint.
         places: of each of them, where it is in the model.
         observed: the attention, or the recurrence, of each layer.
+        routed: by the path of a module with the matrices of experts, their number.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         stated_ropes: see ``ropes``.
         towers: where the names of tensors begin that are left out, since they are of other models than the text's.
@@ -63,6 +73,7 @@ class TransformersConfig(ModelConfig):
     shapes: dict[str, Shape] = field(repr=False, hash=False)
     places: dict[str, Place] = field(repr=False, hash=False)
     observed: tuple[Layer, ...]
+    routed: dict[str, ExpertsShape] = field(repr=False, hash=False)
     returns_tuple: bool
     stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
     towers: tuple[str, ...] = field(repr=False)
@@ -72,6 +83,17 @@ class TransformersConfig(ModelConfig):
     @property
     def layers(self) -> tuple[Layer, ...]:
         return self.observed
+
+    @property
+    def experts(self) -> tuple[ExpertsShape | None, ...]:
+        return tuple(self._experts_of(layer) for layer in range(self.num_hidden_layers))
+
+    def _experts_of(self, layer: int) -> ExpertsShape | None:
+        within = f"{self.names.layer(layer)}."
+        return next((shape for path, shape in self.routed.items() if path.startswith(within)), None)
+
+    def expert_tensors(self, layer: int) -> dict[str, Shape]:
+        return {name: shape for name, shape in self.layer_tensors(layer).items() if self.places[name].module in self.routed}
 
     @property
     def ropes(self) -> tuple[Mapping[str, Any], ...]:
@@ -135,16 +157,18 @@ def _supported(directory: Path, stated: Any, end_tokens: tuple[int, ...], files:
     model = observable(stated)
     names = _names(model)
     _check_modules(model, names)
-    places, beside_text = _places(model, names), tuple[str, ...]()
+    known, beside_text = () if files is None else files.file_of, tuple[str, ...]()
+    loaded = {name: name for name in known} if text is stated else loaded_names(model, known)
+    places = _with_stacks(_places(model, names), loaded)
     if text is not stated:
-        known = () if files is None else files.file_of
-        places, beside_text = _as_stored(model, places, known)
+        places, beside_text = _as_stored(model, places, loaded)
     parts = tuple(f"{path}." for path in (names.embedding, names.layers, names.norm, names.head))
     beside = [key for key in map(str, places.values()) if not key.startswith(parts)]
     if beside:
         raise Unsupported(f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
-    tensors = model.state_dict()
-    observed, returns_tuple, fused = observe(model, names)
+    tensors = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    transposed = {path for path, module in model.named_modules() if getattr(module, "is_transposed", False)}
+    observed = observe(model, names)
     ends = end_tokens or getattr(stated, "eos_token_id", None) or getattr(text, "eos_token_id", None)
     return TransformersConfig(
         model_type=text.model_type,
@@ -156,14 +180,15 @@ def _supported(directory: Path, stated: Any, end_tokens: tuple[int, ...], files:
         eos_token_id=list(ends) if isinstance(ends, tuple) else ends,
         location=str(directory),
         names=names,
-        shapes={stored: _shape(tensors[str(place)].shape, place) for stored, place in places.items()},
+        shapes={stored: _shape(tensors[str(place)], place, place.module in transposed) for stored, place in places.items()},
         places=places,
-        observed=observed,
-        returns_tuple=returns_tuple,
+        observed=observed.layers,
+        routed=observed.routed,
+        returns_tuple=observed.returns_tuple,
         stated_ropes=rope_sets(getattr(text, "rope_parameters", None) or {}),
         towers=beside_text,
         unused=tuple(sorted(model._keys_to_ignore_on_load_unexpected)),
-        fused=fused,
+        fused=observed.fused,
     )
 
 
@@ -202,17 +227,17 @@ def _pipeline_plan(text: Any) -> Any:
 def _check_modules(model: Any, names: ModuleNames) -> None:
     """Raises Unsupported for modules that layers may not have."""
     layers = model.get_submodule(names.layers)
-    recurrent = tuple(path for path, module in layers.named_modules() if is_recurrent(module))  # with weights of any shape
+    any_shape = tuple(path for path, module in layers.named_modules() if is_recurrent(module) or has_experts(module))
     for path, module in layers.named_modules():
         kind = type(module).__name__
         if kind.endswith("LightningAttention"):
             raise Unsupported(f"has recurrent layers without a replaceable function ({kind})")
-        if re.search(r"(Experts?|Router|MoE|Moe|MoELayer|MoeBlock)$", kind):
-            raise Unsupported(f"is a mixture of experts ({kind})")
+        if kind.endswith("Experts") and not has_experts(module):
+            raise Unsupported(f"has experts without a replaceable function ({kind})")
         if kind.endswith("Indexer"):
             raise Unsupported(f"has layers that choose the tokens that they attend to ({kind})")
         for own, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() > 2 and not path.startswith(recurrent):
+            if parameter.dim() > 2 and not path.startswith(any_shape):
                 raise Unsupported(f"has weights that are neither vectors nor matrices ({path}.{own})")
 
 
@@ -241,40 +266,83 @@ def _names(model: Any) -> ModuleNames:
     return ModuleNames(base, path, found["embedding"], found["layers"], found["norm"], heads[0])
 
 
-def _shape(whole: Shape, place: Place) -> Shape:
-    return tuple(whole) if place.rows is None else (place.rows[1] - place.rows[0], *whole[1:])
+def _shape(whole: Shape, place: Place, is_transposed: bool) -> Shape:
+    """The shape of a tensor. Matrices of experts have outputs before inputs, also where the model has them transposed."""
+    if is_transposed and len(whole) == 3:
+        whole = (whole[0], whole[2], whole[1])
+    if place.expert is not None:
+        whole = whole[1:]
+    return whole if place.rows is None else (place.rows[1] - place.rows[0], *whole[1:])
 
 
 def _places(model: Any, parts: ModuleNames) -> dict[str, Place]:
     """Where every tensor of a checkpoint is in the model, by its name; in a multimodal one those of the text model. Raises
-    Unsupported if they are not the same tensors, or rows of them.
+    Unsupported if they are not the same tensors, or rows of them, or of the matrices in them.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     own = model.state_dict(keep_vars=True)
     if parts.decoder != parts.base:
         own = {key: tensor for key, tensor in own.items() if key.startswith((f"{parts.decoder}.", f"{parts.head}."))}
-    stored = revert_weight_conversion(model, dict(own))
+    with _views():
+        stored = revert_weight_conversion(model, dict(own))
     names = {id(tensor): key for key, tensor in own.items()}
     tied = {key: key for key in own if key in stored}  # tensors of two names are kept under both
     places = {}
     for key, tensor in stored.items():
         whole = tensor if id(tensor) in names else tensor._base
-        if id(whole) not in names or (
-            whole is not tensor and not (tensor.is_contiguous() and tensor.shape[1:] == whole.shape[1:])
-        ):
-            raise Unsupported("has checkpoints whose tensors are not those of its modules")
+        if id(whole) not in names:
+            raise Unsupported(_OTHER_TENSORS)
         module, _, parameter = tied.get(key, names[id(whole)]).rpartition(".")
-        first = tensor.storage_offset() // max(whole.stride(0), 1) if whole is not tensor else 0
-        places[key] = Place(module, parameter, None if whole is tensor else (first, first + len(tensor)))
+        places[key] = Place(module, parameter) if tensor is whole else _part(module, parameter, tensor, whole)
     if sum(tensor.numel() for tensor in stored.values()) != sum(tensor.numel() for tensor in own.values()):
-        raise Unsupported("has checkpoints whose tensors are not those of its modules")
+        raise Unsupported(_OTHER_TENSORS)
     return places
 
 
-def _as_stored(model: Any, places: Mapping[str, Place], known: Iterable[str]) -> tuple[dict[str, Place], tuple[str, ...]]:
+def _part(module: str, parameter: str, tensor: Any, whole: Any) -> Place:
+    """The place of a view that is some rows of a parameter, or of one matrix in it."""
+    expert, first = None, tensor.storage_offset()
+    of_matrix = tensor.dim() < whole.dim()
+    if of_matrix:
+        expert, first = divmod(first, whole.stride(0))
+    sizes, strides = (whole.shape[1:], whole.stride()[1:]) if of_matrix else (whole.shape, whole.stride())
+    if tensor.shape[1:] != sizes[1:] or tensor.stride() != strides:
+        raise Unsupported(_OTHER_TENSORS)
+    row = first // max(strides[0], 1)
+    return Place(module, parameter, None if len(tensor) == sizes[0] else (row, row + len(tensor)), expert)
+
+
+@contextmanager
+def _views() -> Iterator[None]:
+    """Within it, parts of tensors remain views, also where a contiguous copy is asked for."""
+    from torch import Tensor
+    from torch.overrides import TorchFunctionMode
+
+    class Views(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if function in (Tensor.contiguous, Tensor.clone) else function(*args, **(kwargs or {}))
+
+    with Views():
+        yield
+
+
+def _with_stacks(places: Mapping[str, Place], loaded: Mapping[str, str]) -> dict[str, Place]:
+    """With those stacks of experts' matrices that the checkpoint has as such, in place of the matrices. ``loaded``: see
+    ``loaded_names``.
+    """
+    parameters = {str(place): Place(place.module, place.parameter) for place in places.values() if place.expert is not None}
+    stacks = {
+        name: parameters[in_model]
+        for name, in_model in loaded.items()
+        if in_model in parameters and name.endswith(f".{parameters[in_model].parameter}")
+    }
+    stacked = set(map(str, stacks.values()))
+    return {name: place for name, place in places.items() if str(place) not in stacked} | stacks
+
+
+def _as_stored(model: Any, places: Mapping[str, Place], loaded: Mapping[str, str]) -> tuple[dict[str, Place], tuple[str, ...]]:
     """The places of a text model's tensors, by their names in a checkpoint of a multimodal model, and its ``towers``."""
-    loaded = loaded_names(model, known)
     names = {in_model: stored for stored, in_model in loaded.items()}
-    found = {name if place.rows else names.get(str(place), name): place for name, place in places.items()}
+    found = {name if place.is_part else names.get(str(place), name): place for name, place in places.items()}
     return found, towers(model, {str(place): name for name, place in found.items()}, loaded)

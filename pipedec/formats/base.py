@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 Shape = tuple[int, ...]
@@ -49,6 +49,11 @@ class FileTensor:
         """Whether it may have this shape."""
         fits = len(shape) == len(self.shape) and all(want in (-1, size) for want, size in zip(self.shape, shape, strict=True))
         return fits or shape in self.others
+
+    def stacked(self, count: int) -> FileTensor:
+        """So many such tensors in one, whose first dimension counts them."""
+        others = tuple((count, *shape) for shape in self.others)
+        return replace(self, shape=(count, *self.shape), axis=None if self.axis is None else self.axis + 1, others=others)
 
     def places(self, outputs: slice) -> tuple[slice, ...]:
         """Where the part of some outputs is. Raises ValueError if they share an index with others."""
@@ -152,7 +157,7 @@ class Formats(ABC):
         """The format of a tensor. ``known``: the names of the checkpoint's tensors, as far as they are known: a matrix that is
         there as it is, is plain, even if the description has it otherwise.
         """
-        if len(shape) != 2 or not name.endswith(".weight"):
+        if not is_stack(name, shape) and not (len(shape) == 2 and name.endswith(".weight")):
             return PLAIN
         found = self.stated(name)
         needed = [one for one, tensor in file_names(name, found, shape).items() if not tensor.is_optional]
@@ -168,12 +173,32 @@ class AllPlain(Formats):
 ALL_PLAIN = AllPlain()
 
 
+def is_stack(name: str, shape: Shape) -> bool:
+    """Whether a tensor of the model is a stack of matrices [E, N, K], one for each expert of a layer."""
+    return len(shape) == 3 and "experts" in name.split(".")
+
+
 def file_names(name: str, format: Format, shape: Shape) -> dict[str, FileTensor]:
-    """The tensors of the file that make one of the model, by full names."""
+    """The tensors of the file that make one of the model, by full names.
+
+    Those of a stack have its experts as their first dimension. A plain one may be stored with inputs before outputs.
+    """
+    stacked = is_stack(name, shape)
     if format is PLAIN:
-        return {name: PLAIN.tensors(shape)["weight"]}
-    prefix = name.removesuffix("weight")
-    return {prefix + suffix: tensor for suffix, tensor in format.tensors(shape).items()}
+        others = ((shape[0], shape[2], shape[1]),) if stacked else ()
+        return {name: replace(PLAIN.tensors(shape)["weight"], others=others)}
+    tensors = format.tensors(shape[1:] if stacked else shape)
+    return {full_name(name, suffix): one.stacked(shape[0]) if stacked else one for suffix, one in tensors.items()}
+
+
+def full_name(name: str, suffix: str) -> str:
+    """The name of a tensor of the file, of those that make ``name`` (see ``Format.tensors``)."""
+    return name.removesuffix("weight") + suffix if name.endswith(".weight") else name + suffix.removeprefix("weight")
+
+
+def own_suffix(name: str, full: str) -> str:
+    """The reverse of ``full_name``."""
+    return full.removeprefix(name.removesuffix("weight")) if name.endswith(".weight") else "weight" + full.removeprefix(name)
 
 
 @dataclass(frozen=True)

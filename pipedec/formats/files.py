@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from pipedec.core.errors import UserError
-from pipedec.formats.base import DTYPE_BITS, Format, Formats, file_names
+from pipedec.formats.base import DTYPE_BITS, Format, Formats, file_names, own_suffix
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import TensorIndex, model_files
 
@@ -91,9 +91,9 @@ class TensorFiles:
 
     def format_of(self, formats: Formats, name: str, shape: Shape) -> Format:
         """The format of a tensor of the model in the checkpoint. Raises UserError if the sizes or types do not suit."""
-        format, prefix = formats.of(name, shape, self.file_of), name.removesuffix("weight")
+        format = formats.of(name, shape, self.file_of)
         here = [one for one in file_names(name, format, shape) if one in self.places]
-        return format.resolved({one.removeprefix(prefix): self.places[one].dtype for one in here})
+        return format.resolved({own_suffix(name, one): self.places[one].dtype for one in here})
 
     def check_here(self, names: Iterable[str]) -> None:
         """Raises UserError if a tensor among ``names`` is missing, or its file is not here."""

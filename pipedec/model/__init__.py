@@ -7,6 +7,7 @@ from pipedec.model.bita import BitaConfig, BitaWeights, checked_bita, load_marko
 from pipedec.model.cache import KVCache, KVPool
 from pipedec.model.captured_graphs import NewCapture, device_capture
 from pipedec.model.draft_vocabulary import DraftVocabulary
+from pipedec.model.experts import ExpertMatrices
 from pipedec.model.flash_lanes import described_attention
 from pipedec.model.formats import WidenedMatrix, rounded
 from pipedec.model.rows import LaneRows
@@ -15,7 +16,7 @@ from pipedec.model.warm_up import FirstForward, Usual, warm_up
 from pipedec.model.weights import Checkpoint, Target
 
 __all__ = [
-    "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "FirstForward", "KVCache", "KVPool", "LaneRows",
-    "NewCapture", "StageModel", "Target", "Usual", "WidenedMatrix", "checked_bita", "described_attention",
+    "BitaConfig", "BitaWeights", "Checkpoint", "DraftVocabulary", "ExpertMatrices", "FirstForward", "KVCache", "KVPool",
+    "LaneRows", "NewCapture", "StageModel", "Target", "Usual", "WidenedMatrix", "checked_bita", "described_attention",
     "device_capture", "load_markov", "rounded", "warm_up",
 ]  # fmt: skip

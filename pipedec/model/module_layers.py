@@ -1,8 +1,8 @@
-"""Layers that are transformers' own modules, with pipedec's matrices, caches and attention.
+"""Layers that are transformers' own modules, with pipedec's matrices, experts, caches and attention.
 
-A stage keeps its own layers of the model; the others hand on what they get. The model computes as it always does, positions and
-rotary embeddings included, but where it would update its cache it writes to the pool, it attends through ``Rows.attention``, and
-recurrent layers compute through ``Rows.recurrence``.
+A stage keeps its own layers of the model; the others hand on what they get. The model computes as it always does, positions,
+rotary embeddings and routers included, but where it would update its cache it writes to the pool, it attends through
+``Rows.attention``, and recurrent layers and experts compute through ``Rows.recurrence`` and ``Experts``.
 Shapes as in ``stage_model``.
 """
 
@@ -22,19 +22,22 @@ from torch.func import functional_call
 from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
 from pipedec.families.base import rope_type
-from pipedec.families.skeleton import is_recurrent, module_cache, replace_functions, skeleton, stated_config
+from pipedec.families.skeleton import has_experts, is_recurrent, module_cache, replace_functions, skeleton, stated_config
 from pipedec.families.transformers import Place, TransformersConfig
+from pipedec.formats import Format
 from pipedec.model.attention import LatentAttention, Rows
+from pipedec.model.experts import ExpertMatrices, Experts
 from pipedec.model.matrices import Matrix, Products
 from pipedec.model.recurrent import Recurrence
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint, Target
 
-_ATTENTION = "pipedec"  # under which transformers knows the attention function of this file
+_FUNCTIONS = "pipedec"  # under which transformers knows the functions of this file
 
 
 class ModuleLayers(StageLayers):
@@ -45,13 +48,13 @@ class ModuleLayers(StageLayers):
     def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         _register()
-        self.can_capture = "dynamic" not in map(rope_type, config.ropes)
+        self.can_capture = "dynamic" not in map(rope_type, config.ropes) and not config.routed
         self._names = config.names
         self._stored: dict[str, list[str]] = {}  # names in the checkpoint, by parameter, in the order of their rows
-        for name, place in sorted(config.places.items(), key=lambda item: item[1].rows or (0, 0)):
+        for name, place in sorted(config.places.items(), key=lambda item: (item[1].expert or 0, item[1].rows or (0, 0))):
             self._stored.setdefault(str(place), []).append(name)
         self._embedding_VE: Matrix | None = None
-        self._causal: Any = skeleton(stated_config(config.directory), _ATTENTION, storage.dtype)
+        self._causal: Any = skeleton(stated_config(config.directory), _FUNCTIONS, storage.dtype)
         self._model, self._normed = self._causal.get_submodule(self._names.decoder), _Normed()
         setattr(self._causal, self._names.base, self._normed)
         self._embed, self._norm = self._module(self._names.embedding), self._module(self._names.norm)
@@ -120,6 +123,7 @@ class ModuleLayers(StageLayers):
         modules = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
         matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
         found = [tensor for matrix in matrices.values() for tensor in matrix.tensors()]
+        found += [tensor for module in modules if has_experts(module) for tensor in module.pipedec_experts.tensors()]
         found += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
         return found if self._embedding_VE is None else [*found, *self._embedding_VE.tensors()]
 
@@ -162,7 +166,9 @@ class ModuleLayers(StageLayers):
                 self._fuse(path, checkpoint)
                 module = self._module(path)
             if isinstance(module, _Product):
-                targets[name] = _rows_of(module.matrix.targets(module.index)[own], place)
+                targets[name] = _part(module.matrix.targets(module.index)[own], place)
+            elif path in self.config.routed and getattr(module, own).dim() == 3:
+                targets[name] = _part(self._experts(path, checkpoint).matrices[own], place)
             elif module is self._embed and len(shape) == 2:
                 targets[name] = self._embedding_VE = self.table(checkpoint, tensors)
             else:
@@ -170,7 +176,7 @@ class ModuleLayers(StageLayers):
                     tensor = self.storage.empty(*getattr(module, own).shape)
                     is_buffer = own in dict(module.named_buffers(recurse=False))
                     setattr(module, own, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
-                targets[name] = _rows_of(getattr(module, own).data, place)
+                targets[name] = _part(getattr(module, own).data, place)
         return targets
 
     def _fuse(self, path: str, checkpoint: Checkpoint) -> None:
@@ -189,6 +195,30 @@ class ModuleLayers(StageLayers):
         for index, name in enumerate(group):
             self._replace(f"{parent}.{name}", _Product(matrix, index))
 
+    def _experts(self, path: str, checkpoint: Checkpoint) -> Experts:
+        """The experts of a module, without weights if they are asked for the first time."""
+        module = self._module(path)
+        if not hasattr(module, "pipedec_experts"):
+            names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
+            matrices = {name: self._expert_matrices(path, name, checkpoint) for name in names}
+            module.pipedec_experts = Experts(self.products, matrices)
+        experts: Experts = module.pipedec_experts
+        return experts
+
+    def _expert_matrices(self, path: str, own: str, checkpoint: Checkpoint) -> ExpertMatrices:
+        """The matrices of a parameter: of each expert, those that the checkpoint has one below the other."""
+        config = self.config
+        parts: list[list[tuple[Format, int]]] = [[] for _ in range(config.routed[path].num_experts)]
+        for name in self._stored[f"{path}.{own}"]:
+            expert, shape = config.places[name].expert, config.shapes[name]
+            for of_expert in parts if expert is None else [parts[expert]]:
+                of_expert.append((checkpoint.format_of(config, name, shape), shape[-2]))
+        matrices = [
+            self.storage.matrix([format for format, _ in of_expert], [outputs for _, outputs in of_expert], shape[-1])
+            for of_expert in parts
+        ]
+        return ExpertMatrices(matrices, self._module(path).is_transposed)
+
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
         """Prepare the matrices among weights that have been read."""
         paths = dict.fromkeys(self.config.places[name].module for name in tensors)
@@ -197,6 +227,8 @@ class ModuleLayers(StageLayers):
             matrix.prepare()
         for module in modules:
             _compute_norm_at_once(module)
+            if experts := getattr(module, "pipedec_experts", None):
+                experts.prepare()
 
     def _module(self, path: str) -> Any:
         """The module with this path in the whole model."""
@@ -257,7 +289,9 @@ class _Matrix:
         return {"weight": weight} if self.bias is None else {"weight": weight, "bias": self.bias.split(self._sizes)[index]}
 
 
-def _rows_of(whole: Target, place: Place) -> Target:
+def _part(whole: Target, place: Place) -> Target:
+    if place.expert is not None:
+        whole = cast(ExpertMatrices, whole).matrices[place.expert]
     return whole if place.rows is None else whole[slice(*place.rows)]
 
 
@@ -373,6 +407,13 @@ def _attention(
     return module.pipedec_attend(int(module.layer_idx), query, key, value, s_aux), None
 
 
+def _experts(module: Any, *routed: Tensor) -> Tensor:
+    """The function of experts that transformers calls."""
+    found: Tensor = module.pipedec_experts(module, *routed)
+    return found
+
+
 @cache
 def _register() -> None:
-    AttentionInterface.register(_ATTENTION, _attention)
+    AttentionInterface.register(_FUNCTIONS, _attention)
+    ALL_EXPERTS_FUNCTIONS.register(_FUNCTIONS, _experts)

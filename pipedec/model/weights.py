@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,13 +15,16 @@ from torch import Tensor
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape
-from pipedec.formats import PLAIN, FileTensor, Format, file_names
+from pipedec.formats import FLOATS, PLAIN, FileTensor, Format, Plain, file_names, full_name, own_suffix
+from pipedec.model.experts import ExpertMatrices
 from pipedec.model.matrices import DenseMatrix, Matrix
 
 CHUNK_VALUES = 1 << 22  # weights that are read at once, if their format allows that
 _CHUNK_STEP = 128  # outputs: parts of a matrix begin at a multiple of it
 
-Target = Tensor | Matrix  # a tensor that is no matrix of a linear map, or such a matrix
+_MAPPED_BYTES = 1 << 26  # that may be read from a file before it is mapped again: pages that were read stay resident until then
+
+Target = Tensor | Matrix | ExpertMatrices  # a tensor that is no matrix of a linear map, such a matrix, or a stack of them
 
 
 class Checkpoint:
@@ -33,7 +38,7 @@ class Checkpoint:
     """
 
     def __init__(self, model: str | Path) -> None:
-        self._files = TensorFiles(model)
+        self._files, self._opened = TensorFiles(model), _OpenFile()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files.file_of
@@ -68,7 +73,7 @@ class Checkpoint:
                 if one not in elsewhere and not (tensor.is_optional and one not in self):
                     self.check_tensor(one, tensor)
             expected |= stored.keys()
-            unused |= {name.removesuffix("weight") + suffix for suffix in format.unused}
+            unused |= {full_name(name, suffix) for suffix in format.unused}
         for name in (unused - expected) & files.places.keys():
             self._check_unused(name)
         for name in files.file_of:
@@ -104,7 +109,7 @@ class Checkpoint:
     def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         """Copy tensors to their destinations (which may be views), converting to their dtype and device.
 
-        The file is mapped again for every part of a tensor, so that apart from the targets at most one part is resident.
+        Files are mapped again and again, so that apart from the targets little is resident.
 
         Args:
             targets: by name; their shapes are the expected ones.
@@ -113,35 +118,43 @@ class Checkpoint:
         Raises:
             UserError: a tensor is missing, or has the wrong shape or dtype.
         """
-        stored = {name: file_names(name, _format(target), tuple(target.shape)) for name, target in targets.items()}
+        stored = {name: _file_tensors(name, target) for name, target in targets.items()}
         for tensors in stored.values():
             for one, tensor in tensors.items():
                 if not (tensor.is_optional and one not in self):
                     self.check_tensor(one, tensor)
-        for name, target in targets.items():
-            self._fill(name.removesuffix("weight"), target, stored[name])
-            if progress is not None:
-                progress()
+        try:
+            for name, target in targets.items():
+                self._fill(name, target, stored[name])
+                if progress is not None:
+                    progress()
+        finally:
+            self._opened.close()
 
-    def _fill(self, prefix: str, target: Target, stored: Mapping[str, FileTensor]) -> None:
+    def _fill(self, name: str, target: Target, stored: Mapping[str, FileTensor]) -> None:
         """Part by part."""
-        here = {name: tensor for name, tensor in stored.items() if name in self}
+        here = {one: tensor for one, tensor in stored.items() if one in self}
+        if isinstance(target, ExpertMatrices):
+            for expert, matrix in enumerate(target.matrices):
+                own = {own_suffix(name, one): self._read_expert(one, expert) for one in here}
+                matrix.fill({suffix: one.t() if target.is_swapped else one for suffix, one in own.items()})
+            return
         if isinstance(target, Tensor) and target.dim() == 2:
             target = DenseMatrix(target)
         if isinstance(target, Tensor):
-            ((name, tensor),) = here.items()
-            target.copy_(self._read(name, tensor, slice(0, target.shape[0]) if target.shape else None))
+            ((one, tensor),) = here.items()
+            target.copy_(self._read(one, tensor, slice(0, target.shape[0]) if target.shape else None))
             return
         outputs, inputs = target.shape
         whole = math.lcm(_CHUNK_STEP, *(tensor.per_output.denominator for tensor in here.values()))
         step = max(CHUNK_VALUES // inputs // whole, 1) * whole
         for first in range(0, outputs, step):
             part = slice(first, min(first + step, outputs))
-            found = {name.removeprefix(prefix): self._read(name, tensor, part) for name, tensor in here.items()}
+            found = {own_suffix(name, one): self._read(one, tensor, part) for one, tensor in here.items()}
             try:
                 target[part].fill(found)
             except UserError as error:
-                raise UserError(f"{self._files.file_of[next(iter(here))]}: tensor {prefix}weight: {error}") from None
+                raise UserError(f"{self._files.file_of[next(iter(here))]}: tensor {name}: {error}") from None
 
     def _read(self, name: str, tensor: FileTensor, outputs: slice | None) -> Tensor:
         """The part of a tensor that belongs to some outputs; a tensor without dimensions as a whole."""
@@ -149,12 +162,38 @@ class Checkpoint:
         if index is not None:
             rows = () if outputs is None or len(tensor.shape) < 2 else (outputs.start, outputs.stop)
             return torch.from_numpy(index.read(name, *rows) if "F32" in tensor.dtypes else index.raw(name, *rows))
+        return self._opened.read(file, name, None if outputs is None else tensor.places(outputs))
+
+    def _read_expert(self, name: str, expert: int) -> Tensor:
+        """The part of a stack that belongs to an expert."""
+        return self._opened.read(self._files.file_of[name], name, (slice(expert, expert + 1),))[0]
+
+
+class _OpenFile:
+    """The safetensors file from which tensors are read at the moment."""
+
+    def __init__(self) -> None:
+        self._stack, self._path, self._handle, self._num_bytes = ExitStack(), Path(), cast(Any, None), 0
+
+    def read(self, file: Path, name: str, places: tuple[slice, ...] | None) -> Tensor:
+        """A tensor, or a part of it. Raises UserError for a damaged file."""
         try:
-            with safe_open(str(file), framework="pt") as opened:
-                return opened.get_tensor(name) if outputs is None else opened.get_slice(name)[tensor.places(outputs)]
+            if file != self._path or self._num_bytes > _MAPPED_BYTES:
+                self.close()
+                self._handle, self._path = self._stack.enter_context(safe_open(str(file), framework="pt")), file
+            found: Tensor = self._handle.get_tensor(name) if places is None else self._handle.get_slice(name)[places]
         except SafetensorError as error:
             raise UserError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+        self._num_bytes += found.nbytes
+        return found
+
+    def close(self) -> None:
+        self._stack.close()
+        self._path, self._handle, self._num_bytes = Path(), None, 0
 
 
-def _format(target: Target) -> Format:
-    return target.format if isinstance(target, Matrix) else PLAIN
+def _file_tensors(name: str, target: Target) -> dict[str, FileTensor]:
+    format, shape = PLAIN if isinstance(target, Tensor) else target.format, tuple(target.shape)
+    if isinstance(target, ExpertMatrices) and isinstance(format, Plain):
+        return {name: FileTensor(FLOATS, (shape[0], shape[2], shape[1]) if target.is_swapped else shape)}
+    return file_names(name, format, shape)

@@ -24,10 +24,11 @@ from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
 from pipedec.families.multimodal import auto_class, text_config
-from pipedec.families.skeleton import is_recurrent
-from pipedec.formats import ALL_PLAIN, PLAIN
+from pipedec.families.skeleton import has_experts, is_recurrent
+from pipedec.families.transformers import Place
+from pipedec.formats import ALL_PLAIN, PLAIN, is_stack
 from pipedec.gguf import model_files
-from pipedec.model import Checkpoint, Target, WidenedMatrix, rounded
+from pipedec.model import Checkpoint, ExpertMatrices, Target, WidenedMatrix, rounded
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids
@@ -48,20 +49,29 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
         options: of transformers, further ones by name.
     """
     config, directory = model_config(model), model_files(model)
+    options = {"dtype": dtype, "experts_implementation": "eager"} | options  # which adds experts in ascending order
     stated = AutoConfig.from_pretrained(directory)
     if config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
-        made = auto_class(stated).from_pretrained(model, dtype=dtype, local_files_only=True, **options)
+        made = auto_class(stated).from_pretrained(model, local_files_only=True, **options)
         return made.to(device).eval()
     for part in (stated, text_config(stated)):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    made = auto_class(stated).from_config(stated, dtype=dtype, **options)
+    made = auto_class(stated).from_config(stated, **options)
     state, checkpoint, targets = made.state_dict(), Checkpoint(model), dict[str, Target]()
     for name, shape in span_shapes(config, LayerSpan(range(config.num_hidden_layers), True, True), checkpoint.names).items():
-        place = config.places[name] if isinstance(config, TransformersConfig) else name
-        whole, format = state[str(place)], checkpoint.format_of(config, name, shape)
-        tensor = whole if isinstance(place, str) or place.rows is None else whole[slice(*place.rows)]
-        targets[name] = tensor if format is PLAIN else WidenedMatrix(tensor, [(format, shape[0])])
+        place = config.places[name] if isinstance(config, TransformersConfig) else Place(*name.rpartition(".")[::2])
+        tensor, format = state[str(place)], checkpoint.format_of(config, name, shape)
+        is_transposed = getattr(made.get_submodule(place.module), "is_transposed", False)
+        tensor = tensor if place.expert is None else tensor[place.expert]
+        tensor = tensor if place.rows is None else tensor[slice(*place.rows)]
+        if format is PLAIN:
+            targets[name] = tensor
+        elif is_stack(name, shape):
+            matrices = tensor.mT if is_transposed else tensor
+            targets[name] = ExpertMatrices([WidenedMatrix(matrix, [(format, shape[1])]) for matrix in matrices])
+        else:
+            targets[name] = WidenedMatrix(tensor, [(format, shape[0])])
     checkpoint.read_into(targets)
     made.tie_weights()
     made.generation_config = GenerationConfig.from_pretrained(directory)
@@ -80,8 +90,12 @@ class Reference:
             rounds = {id(weight) for module in text for weight in module.parameters()}
             # the matrices of the layers, and in 8 bits embedding and head, which may be one tensor
             for name, weight in self._model.named_parameters():
-                if id(weight) in rounds and weight.dim() == 2:
-                    weight.data.copy_(rounded(weight.data, quantize if ".layers." in name else "int8"))
+                module = self._model.get_submodule(name.rpartition(".")[0])
+                stacks = weight.dim() == 3 and has_experts(module)
+                matrices = weight.data.mT if stacks and module.is_transposed else weight.data
+                for matrix in matrices if stacks else [matrices] if weight.dim() == 2 else []:
+                    if id(weight) in rounds and not name.endswith("_bias"):
+                        matrix.copy_(rounded(matrix.contiguous(), quantize if ".layers." in name else "int8"))
         self._end_token_ids = list(end_token_ids(spec.target))
         self._sequences = Sequences(spec.target)
 

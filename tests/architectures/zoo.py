@@ -18,6 +18,14 @@ _SIZES = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "sliding_window": 8, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_MIXTURE = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    **dict.fromkeys(("n_group", "num_expert_group"), 4), "topk_group": 2,  # a row's experts are in two of four groups
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "moe_intermediate_size": 48, "shared_expert_intermediate_size": 32, "zero_expert_num": 2, "expert_ffn_hidden_size": 48,
+}  # fmt: skip
 _LATENTS = {
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "num_key_value_heads": 4,
@@ -27,15 +35,15 @@ _DELTA_HEADS = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-_KIMI_HEADS = {"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["dense"] * LAYERS}
+_KIMI_HEADS = {"linear_head_dim": 8, "linear_num_heads": 4, "mlp_layer_types": ["dense", *["sparse"] * (LAYERS - 1)]}
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 # What the sizes above do not fit, or what an architecture has besides its usual form.
 _OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"hidden_size_per_layer_input": 0},  # as in its largest dense model
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "qwen3_5_text": _HYBRID | _DELTA_HEADS,
-    "qwen3_next": _HYBRID | _DELTA_HEADS | {"num_experts": 0, "mlp_only_layers": list(range(LAYERS))},
+    "qwen3_next": _HYBRID | _DELTA_HEADS,
+    "qwen3_5_moe_text": _HYBRID | _DELTA_HEADS,
     "olmo_hybrid": _HYBRID | _DELTA_HEADS | {"linear_num_key_heads": 4},
     "kimi_linear": _HYBRID | _KIMI_HEADS,
     "bailing_hybrid": _HYBRID | _KIMI_HEADS,
@@ -77,7 +85,7 @@ def tiny_multimodal_config(model_type: str, **changes: Any) -> Any:
 
 
 def _tiny_sizes(usual: Any) -> dict[str, Any]:
-    sizes = {name: size for name, size in _SIZES.items() if name in usual.to_dict()}
+    sizes = {name: size for name, size in (_SIZES | _MIXTURE).items() if name in usual.to_dict()}
     if hasattr(usual, "kv_lora_rank"):
         sizes |= {name: size for name, size in _LATENTS.items() if hasattr(usual, name)}
         sizes.pop("head_dim", None)
@@ -101,7 +109,7 @@ def save_model(model_type: str, folder: Path, **changes: Any) -> None:
     ``changes``: see ``tiny_config`` and ``tiny_multimodal_config``.
     """
     config = (tiny_multimodal_config if model_type in MULTIMODAL else tiny_config)(model_type, **changes)
-    model: PreTrainedModel = auto_class(config).from_config(config).eval()
+    model: PreTrainedModel = auto_class(config).from_config(config, experts_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
