@@ -237,12 +237,31 @@ class TrainingLoop:
         return int(metadata["step"])
 
 
+class Muon(torch.optim.Muon):
+    """Muon that also takes stacks of matrices [N, out, in], such as the experts of a layer: each of the N is updated by itself."""
+
+    def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
+        self._stacks = {parameter: [nn.Parameter(one) for one in parameter.data] for parameter in parameters if parameter.ndim == 3}
+        super().__init__([one for parameter in parameters for one in self._stacks.get(parameter, [parameter])], **options)
+
+    def step(self, closure: Any = None) -> Any:
+        for stack, matrices in self._stacks.items():
+            for number, matrix in enumerate(matrices):
+                matrix.grad = None if stack.grad is None else stack.grad[number]
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for stack in self._stacks:
+            stack.grad = None
+
+
 def muon_and_adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
+    matrices = [p for name, p in model.named_parameters() if p.ndim in (2, 3) and ".layers." in name]
+    others = [p for name, p in model.named_parameters() if p.ndim not in (2, 3) or ".layers." not in name]
     return [
-        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

@@ -20,7 +20,7 @@ from pipedec.train.replicas import replicas
 from recipes.reference_models.draft import DRAFT_RECIPE, LIBRARY, bita_prompts, draft_prompts, train_library_draft
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
-from recipes.reference_models.pair import Recipe, train_pair
+from recipes.reference_models.pair import MIXTURE, Recipe, train_mixture, train_pair
 from recipes.thread_models.records import Problems, existing
 
 
@@ -29,24 +29,31 @@ def reference_models() -> None:
     """Train the models that pipedec ships."""
 
 
+StepsScale = Annotated[float, Meta(gt=0), Help("Factor on all step counts; 0.01 is a try-out.")]
+
+
 @reference_models.command()
 @options.run_options
 @own_options
 def pair(
-    run: options.PartialRun,
-    problems: Problems = None,
-    steps_scale: Annotated[float, Meta(gt=0), Help("Factor on all step counts; 0.01 is a try-out.")] = 1.0,
-    compiled: options.Compiled = True,
+    run: options.PartialRun, problems: Problems = None, steps_scale: StepsScale = 1.0, compiled: options.Compiled = True
 ) -> None:
     """Train target and draft on the Python standard library and word problems."""
     existing(problems)
-    recipe = Recipe()
-    scaled: dict[str, Any] = {
-        name: tuple((layers, max(1, round(steps * steps_scale))) for layers, steps in getattr(recipe, name))
-        for name in ("phases", "draft_phases", "distillation_phases")
-    }
-    report = train_pair(problems, replace(recipe, **scaled), run(), compiled)
+    report = train_pair(problems, Recipe().scaled(steps_scale), run(), compiled)
     print_agreement("Held-out text", report["held_out"])
+
+
+@reference_models.command()
+@options.run_options
+@own_options
+def mixture(
+    run: options.PartialRun, problems: Problems = None, steps_scale: StepsScale = 1.0, compiled: options.Compiled = True
+) -> None:
+    """Train a mixture of experts with the shipped pair's tokenizer, whose draft the command draft then continues."""
+    existing(problems)
+    report = train_mixture(problems, reference_pair() / "draft", MIXTURE.scaled(steps_scale), run(), compiled)
+    print_agreement("Held-out text, beside the shipped draft", report["held_out"])
 
 
 @reference_models.command()

@@ -7,8 +7,9 @@ run continues from its last checkpoint.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,19 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from pipedec.train.draft import Loss, row_steps
 from pipedec.train.measuring import TOP_K, MeasuredDraft
-from pipedec.train.run import Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
+from pipedec.train.run import Run, TrainingLoop, card, linear_decay, muon_and_adamw, replacing, warm_up
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Document
 
@@ -52,12 +61,45 @@ class ModelSizes:
     heads: int
     kv_heads: int = 2
 
-    def config(self, layers: int, vocabulary: int, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
-            num_hidden_layers=layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
-            max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False,
-            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    def model(self, layers: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+        """A new model."""
+        return new_model(
+            self._config(
+                vocab_size=len(tokenizer), hidden_size=self.hidden, intermediate_size=self.intermediate,
+                num_hidden_layers=layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
+                max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False,
+                bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            )
+        )  # fmt: skip
+
+    def loss(self, model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
+        """What training makes small."""
+        return next_token_loss(model(input_ids=ids_BT), ids_BT)
+
+    def _config(self, **sizes: Any) -> PreTrainedConfig:
+        return LlamaConfig(**sizes)
+
+
+@dataclass(frozen=True)
+class MixtureSizes(ModelSizes):
+    """The sizes of a Qwen3 mixture of experts; ``intermediate`` is that of one expert."""
+
+    experts: int = 16
+    active_experts: int = 2
+    balance: float = 0.01  # weight of each layer's load-balancing loss
+
+    def loss(self, model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
+        """Cross-entropy and the load-balancing losses (Fedus et al. 2022, §2.2) of the layers, of each by itself: transformers'
+        own sum over all layers is also small where an expert has all tokens of one layer and none of another.
+        """
+        output = model(input_ids=ids_BT, output_router_logits=True)
+        losses = [load_balancing_loss_func((logits,), self.experts, self.active_experts) for logits in output.router_logits]
+        return next_token_loss(output, ids_BT) + self.balance * torch.stack(losses).sum()
+
+    def _config(self, **sizes: Any) -> PreTrainedConfig:
+        return Qwen3MoeConfig(
+            **sizes, head_dim=self.hidden // self.heads, moe_intermediate_size=self.intermediate, num_experts=self.experts,
+            num_experts_per_tok=self.active_experts, norm_topk_prob=True, router_aux_loss_coef=self.balance,
         )  # fmt: skip
 
 
@@ -86,6 +128,20 @@ class Recipe:
     weights: dict[str, float] = field(
         default_factory=lambda: {"problems": 0.3, "functions": 0.2, "questions": 0.15, "source": 0.35}
     )
+
+    def scaled(self, factor: float) -> Recipe:
+        """With ``factor`` as many steps in every phase, at least one."""
+        scaled: dict[str, Any] = {
+            name: tuple((layers, max(1, round(steps * factor))) for layers, steps in getattr(self, name))
+            for name in ("phases", "draft_phases", "distillation_phases")
+        }
+        return replace(self, **scaled)
+
+
+MIXTURE = Recipe(
+    target=MixtureSizes(hidden=256, intermediate=384, heads=8), phases=((3, 1200), (6, 450), (12, 270)), draft_phases=(),
+    distillation_phases=(),
+)  # fmt: skip
 
 
 def train_tokenizer(documents: list[Document], recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
@@ -127,49 +183,86 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
 
     Without ``problems`` (GSM8K-format JSONL) it is trained on the standard library alone; ``compiled`` needs a C++ compiler.
     """
+    documents = pair_documents(problems)
+    run.work.mkdir(parents=True, exist_ok=True)
+    if not (run.work / "tokenizer.json").exists():
+        train_tokenizer([document for document in documents if not document.held_out], recipe, run.work)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.work)
+    target, trainer = train_target(documents, tokenizer, recipe, run, compiled)
+    rows = trainer.rows
+    draft = recipe.draft.model(recipe.draft_phases[0][0], tokenizer)
+    target.eval().requires_grad_(False)
+    draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
+    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, recipe.draft.loss)
+    draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
+    for name, model in (("target", target), ("draft", draft)):
+        save(model, tokenizer, run.out / name)
+    report = pair_report(documents, tokenizer, trainer, run.out / "target", run.out / "draft")
+    run.write_report(report, card(CARD, report))
+    return report
+
+
+def train_mixture(problems: Path | None, draft: Path, recipe: Recipe, run: Run, compiled: bool) -> dict[str, Any]:
+    """Train ``recipe.target`` into ``run.out/target`` as the pair's target is trained, but with the tokenizer of ``draft``, which
+    is measured beside it; returns what was measured, in ``run.out/training.json``, too.
+    """
+    documents, tokenizer = pair_documents(problems), PreTrainedTokenizerFast.from_pretrained(draft)
+    target, trainer = train_target(documents, tokenizer, recipe, run, compiled)
+    save(target, tokenizer, run.out / "target")
+    report = pair_report(documents, tokenizer, trainer, run.out / "target", draft)
+    with replacing(run.out / "training.json") as unfinished:
+        unfinished.write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def pair_documents(problems: Path | None) -> list[Document]:
+    """The standard library and, if given, word problems."""
+    documents = list(corpus.library_documents())
+    return documents + list(corpus.word_problem_documents(problems)) if problems is not None else documents
+
+
+def train_target(
+    documents: list[Document], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, run: Run, compiled: bool
+) -> tuple[PreTrainedModel, GrowingTrainer]:
+    """The trained target, and the trainer with the rows of all phases."""
     torch.set_num_threads(run.threads)
     torch.manual_seed(recipe.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    run.work.mkdir(parents=True, exist_ok=True)
-    documents = list(corpus.library_documents())
-    if problems is not None:
-        documents += corpus.word_problem_documents(problems)
     training = [document for document in documents if not document.held_out]
-    if not (run.work / "tokenizer.json").exists():
-        train_tokenizer(training, recipe, run.work)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.work)
     mixed = corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed)
     rows = pack(mixed, tokenizer, recipe.length, recipe.seed)
-    trainer = GrowingTrainer(recipe, run.work, device, compiled)
-    target = LlamaForCausalLM(recipe.target.config(recipe.phases[0][0], len(tokenizer), tokenizer))
-    target = trainer.run("target", target, recipe.phases, rows, next_token_loss)
-    draft = LlamaForCausalLM(recipe.draft.config(recipe.draft_phases[0][0], len(tokenizer), tokenizer))
-    target.eval().requires_grad_(False)
-    draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
-    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
-    draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
-    target.generation_config.do_sample = False  # a small model babbles at temperature 1, which servers take otherwise
-    for name, model in (("target", target), ("draft", draft)):
-        model.config.use_cache = model.generation_config.use_cache = True
-        model.to(torch.bfloat16).save_pretrained(run.out / name)
-        tokenizer.save_pretrained(run.out / name)
-    # Measure what is shipped: the rounded weights, computed in float32.
+    trainer = GrowingTrainer(recipe, rows, run.work, device, compiled)
+    target = recipe.target.model(recipe.phases[0][0], tokenizer)
+    return trainer.run("target", target, recipe.phases, rows, recipe.target.loss), trainer
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a model (bfloat16, HF format) that answers greedily unless asked otherwise: a small one babbles at temperature 1."""
+    model.generation_config.do_sample = False
+    model.config.use_cache = model.generation_config.use_cache = True
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def pair_report(
+    documents: list[Document], tokenizer: PreTrainedTokenizerFast, trainer: GrowingTrainer, target_path: Path, draft_path: Path
+) -> dict[str, Any]:
+    """The recipe, and both models as they are stored, in rounded weights, computed in float32."""
+    recipe = trainer.recipe
     target, draft = (
-        LlamaForCausalLM.from_pretrained(run.out / name, dtype=torch.float32).to(device) for name in ("target", "draft")
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(trainer.device) for path in (target_path, draft_path)
     )
     held_out = {}
     for family in recipe.weights:
         if kept := [document for document in documents if document.held_out and document.family == family]:
             held_out[family] = pack(kept, tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
-    report = {
+    return {
         "recipe": asdict(recipe),
         "training_tokens": sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length,
-        "prepared_tokens": rows.numel(),
+        "prepared_tokens": trainer.rows.numel(),
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
         "held_out": text_agreement(target, MeasuredDraft(draft), held_out),
     }
-    run.write_report(report, card(CARD, report))
-    return report
 
 
 @torch.no_grad()
@@ -198,11 +291,12 @@ class GrowingTrainer:
     """Runs the phases of a model; each keeps a checkpoint in ``work``, from which a killed run continues."""
 
     recipe: Recipe
+    rows: Tensor  # int64 [R, length], the text
     work: Path
     device: str
     compiled: bool  # use torch.compile
 
-    def run(self, name: str, model: LlamaForCausalLM, phases: Phases, rows: Tensor, loss_of: Loss) -> LlamaForCausalLM:
+    def run(self, name: str, model: PreTrainedModel, phases: Phases, rows: Tensor, loss_of: Loss) -> PreTrainedModel:
         """Train through ``phases`` and return the last model. Each phase continues in the rows where the last one stopped."""
         recipe, first_row = self.recipe, 0
         for index, (layers, steps) in enumerate(phases):
@@ -225,13 +319,17 @@ class GrowingTrainer:
         return rate
 
 
-def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+def new_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A new model; experts are computed one after the other, which is the fastest way to train small ones on a CPU."""
+    return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
+
+
+def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Double the depth without changing the function: every layer is followed by a copy whose output projections are zero."""
     old = model.config.num_hidden_layers
     if layers != 2 * old:
         raise ValueError(f"a phase must double the layers: {old} → {layers}")
-    config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": layers})
-    deeper = LlamaForCausalLM(config)
+    deeper = new_model(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers}))
     state = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
     for index in range(layers):
         for name, tensor in model.model.layers[index // 2].state_dict().items():
@@ -241,9 +339,9 @@ def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return deeper
 
 
-def next_token_loss(model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
-    """Mean cross-entropy of every next token."""
-    logits = model(input_ids=ids_BT).logits[:, :-1].float()
+def next_token_loss(output: Any, ids_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of every next token, of a model's output for ``ids_BT``."""
+    logits = output.logits[:, :-1].float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())
 
 
