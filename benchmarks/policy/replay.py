@@ -303,7 +303,7 @@ class ReplayedPipeline:
         self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
         self._kv, self._drafter, self._experience = kv, drafter, experience
         self._passage = experience.controller.passage
-        scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.knee, listeners=[self._on_record])
+        scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.room, listeners=[self._on_record])
         scheduler.draft_rounds.time_forward = self.clock.own_work.drafting
         scheduler.now = self.clock.seconds
         slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages

@@ -127,8 +127,8 @@ class PipelineSpec:
 
     @property
     def knee(self) -> int:
-        """Rows that a stage computes in about the time of one: on the emulated devices, or on its own."""
-        return self.emulation.knee if self.emulation else self.row_room
+        """Rows that may enter at a timestep: on the emulated devices, or on its own (see ``room_of``)."""
+        return self.emulation.room if self.emulation else self.row_room
 
     @property
     def max_context(self) -> int:
