@@ -200,11 +200,11 @@ class GptOssShape(PlanShape):
         return {"mlp.router.weight": (self.num_experts, self.hidden_size), "mlp.router.bias": (self.num_experts,)}
 
     def _routed_tensors(self) -> dict[str, Shape]:
-        """The experts of a layer together, with their inputs before their outputs."""
+        """The experts of a layer together."""
         experts, size, inner = self.num_experts, self.hidden_size, self.intermediate_size
         return {
-            "mlp.experts.gate_up_proj": (experts, size, 2 * inner),
+            "mlp.experts.gate_up_proj": (experts, 2 * inner, size),
             "mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
-            "mlp.experts.down_proj": (experts, inner, size),
+            "mlp.experts.down_proj": (experts, size, inner),
             "mlp.experts.down_proj_bias": (experts, size),
         }

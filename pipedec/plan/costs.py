@@ -11,7 +11,7 @@ from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
 from pipedec.families import ExpertsShape, Layer, ModelConfig, RecurrentShape, Shape, StateCounts
-from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat
+from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat, matrix_shape
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
 from pipedec.plan.held import HeldWeights, as_experts, held, together
 from pipedec.plan.roofline import ROW_OVERLAP, PassTime, pass_time
@@ -198,8 +198,7 @@ class ModelCosts:
             return self._held(tensors)
         routed = self.model.expert_tensors(layer)
         dense = self._held({name: shape for name, shape in tensors.items() if name not in routed})
-        matrices = dict(_as_matrix(name, shape) for name, shape in routed.items())
-        return together([dense, as_experts(experts, self._held(matrices))])
+        return together([dense, as_experts(experts, self._held(routed))])
 
     def _ends(self, first: bool, last: bool) -> HeldWeights:
         """Weights that a stage holds beside its layers."""
@@ -214,7 +213,8 @@ class ModelCosts:
         for name, shape in shapes.items():
             kind = _EXPERT.sub(".experts.", name), shape
             if kind not in known:
-                known[kind] = held(self._tensors.format_of(name, shape, self._formats, self.reads_headers), shape, self.weights)
+                format = self._tensors.format_of(name, shape, self._formats, self.reads_headers)
+                known[kind] = held(format, matrix_shape(name, shape), self.weights)
             parts.append(known[kind])
         return together(parts)
 
@@ -229,11 +229,3 @@ class ModelCosts:
         if self.weights.quantize is None:
             return self.model.formats
         return AllRounded(self.weights.quantize, self.model.embedding_tensors() | self.model.head_tensors(self._tensors.names))
-
-
-def _as_matrix(name: str, shape: Shape) -> tuple[str, Shape]:
-    """The name and shape of a matrix whose outputs are those of all experts in a tensor [experts, outputs, inputs]."""
-    if len(shape) != 3:
-        return name, shape
-    num_experts, outputs, inputs = shape
-    return f"{name.removesuffix('.weight')}.weight", (num_experts * outputs, inputs)
