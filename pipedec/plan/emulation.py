@@ -7,6 +7,7 @@ Verdicts, rank 0's own work and Redis are not emulated: they take their real tim
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from pipedec.config import AUTO, ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
@@ -15,6 +16,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.stage_message import Load
 from pipedec.plan.costs import RankTiming
 from pipedec.plan.partition import Plan, whole_rows
+from pipedec.plan.roofline import expected_ms
 
 GPUS_PER_SERVER = 7
 
@@ -79,6 +81,11 @@ class Emulation:
     def room(self) -> int:
         """Rows that may enter at a timestep: up to the knee, or with experts as ``PassTime.room_rows`` says."""
         return whole_rows(stage.compute.room_rows for stage in self.stages)
+
+    @cached_property
+    def expected_ms(self) -> tuple[float, ...]:
+        """As ``roofline.expected_ms``."""
+        return expected_ms(stage.compute for stage in self.stages)
 
 
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -117,6 +118,16 @@ class PassTime:
             return self.knee_rows
         speeds = {rows: rows / self.ms(rows) for rows in (1 << power for power in range(CAPTURED_ROWS.bit_length()))}
         return min(rows for rows, speed in speeds.items() if speed >= _NEARLY_MOST * max(speeds.values()))
+
+
+def expected_ms(passes: Iterable[PassTime]) -> tuple[float, ...]:
+    """Milliseconds of the slowest of these passes with 1, 2, … rows, as many as one may have. Empty without routed experts, where
+    rows up to the knee cost nothing.
+    """
+    passes = tuple(passes)
+    if not any(one.experts for one in passes):
+        return ()
+    return tuple(max(one.ms(rows) for one in passes) for rows in range(1, 2 * CAPTURED_ROWS + 1))
 
 
 def pass_time(
