@@ -178,6 +178,11 @@ def is_stack(name: str, shape: Shape) -> bool:
     return len(shape) == 3 and "experts" in name.split(".")
 
 
+def matrix_shape(name: str, shape: Shape) -> Shape:
+    """The shape of a tensor of the model in memory: of a stack, that of its matrices one below the other."""
+    return (shape[0] * shape[1], shape[2]) if is_stack(name, shape) else shape
+
+
 def file_names(name: str, format: Format, shape: Shape) -> dict[str, FileTensor]:
     """The tensors of the file that make one of the model, by full names.
 

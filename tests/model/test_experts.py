@@ -1,0 +1,66 @@
+"""Experts of a layer: the same numbers as transformers' own function, and a row's result in any company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures.zoo import tiny_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from pipedec.families.skeleton import has_experts
+from pipedec.model.experts import ExpertMatrices, Experts
+from pipedec.model.matrices import DenseMatrix, Products
+
+EXPERTS, TOP_K, ROWS, SIZE = 8, 2, 5, 64
+
+
+def module_of(model_type: str) -> Any:
+    """The first module of experts of a tiny model, whose own function adds experts in ascending order."""
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), experts_implementation="eager")
+    module = next(filter(has_experts, model.modules()))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module.requires_grad_(False)
+
+
+def experts_of(module: Any, products: Products) -> Experts:
+    stacks = {name: stack.mT if module.is_transposed else stack for name, stack in module.named_parameters() if stack.dim() == 3}
+    return Experts(products, {name: ExpertMatrices(list(map(DenseMatrix, stack))) for name, stack in stacks.items()})
+
+
+@pytest.fixture
+def routed() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, the experts of each, and their weights."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(ROWS)])
+    return torch.randn(ROWS, SIZE, generator=generator), ids, torch.rand(ROWS, TOP_K, generator=generator)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "aria_text"])
+def test_experts_give_what_the_modules_own_function_gives(model_type: str, routed: tuple[Tensor, Tensor, Tensor]) -> None:
+    """With biases and with matrices that are transposed, too."""
+    module = module_of(model_type)
+    found, expected = experts_of(module, Products())(module, *routed), module(*routed)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert float(expected.abs().max()) > 0.01
+
+
+def test_a_row_has_the_same_result_in_any_company(routed: tuple[Tensor, Tensor, Tensor]) -> None:
+    module, products = module_of("qwen3_moe"), Products()
+    products.pad_rows = True
+    experts = experts_of(module, products)
+    together = experts(module, *routed)
+    assert experts.num_read == len(routed[1].unique()) > TOP_K
+    for row in range(ROWS):
+        alone = experts(module, *(one[row : row + 1] for one in routed))
+        assert torch.equal(alone[0], together[row]) and experts.num_read == TOP_K
+
+
+def test_the_order_of_a_rows_experts_does_not_matter(routed: tuple[Tensor, Tensor, Tensor]) -> None:
+    """They are added in ascending order, as transformers adds them one expert after the other."""
+    module = module_of("gpt_oss")
+    experts, (rows, ids, weights) = experts_of(module, Products()), routed
+    assert torch.equal(experts(module, rows, ids.flip(1), weights.flip(1)), experts(module, rows, ids, weights))
