@@ -238,11 +238,11 @@ class TrainingLoop:
 
 
 class Muon(torch.optim.Muon):
-    """Muon that also takes stacks of matrices [N, out, in], such as the experts of a layer: each of the N is updated by itself."""
+    """Muon that also takes stacks of matrices [N, out, in], such as a layer's experts: each of them is updated by itself."""
 
     def __init__(self, parameters: list[nn.Parameter], **options: Any) -> None:
-        self._stacks = {parameter: [nn.Parameter(one) for one in parameter.data] for parameter in parameters if parameter.ndim == 3}
-        super().__init__([one for parameter in parameters for one in self._stacks.get(parameter, [parameter])], **options)
+        self._stacks = {stack: [nn.Parameter(matrix) for matrix in stack.data] for stack in parameters if stack.ndim == 3}
+        super().__init__([matrix for one in parameters for matrix in self._stacks.get(one, [one])], **options)
 
     def step(self, closure: Any = None) -> Any:
         for stack, matrices in self._stacks.items():
@@ -257,11 +257,14 @@ class Muon(torch.optim.Muon):
 
 
 def muon_and_adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings and norms."""
-    matrices = [p for name, p in model.named_parameters() if p.ndim in (2, 3) and ".layers." in name]
-    others = [p for name, p in model.named_parameters() if p.ndim not in (2, 3) or ".layers." not in name]
+    """Muon for the matrices inside the layers, those of experts included; AdamW for embeddings, norms and the rest."""
+    named = dict(model.named_parameters())
+    matrices = {
+        name: p for name, p in named.items() if ".layers." in name and (p.ndim == 2 or (p.ndim == 3 and ".experts." in name))
+    }
+    others = [parameter for name, parameter in named.items() if name not in matrices]
     return [
-        Muon(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        Muon(list(matrices.values()), lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

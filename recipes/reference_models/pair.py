@@ -63,7 +63,7 @@ class ModelSizes:
 
     def model(self, layers: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         """A new model."""
-        return new_model(
+        return AutoModelForCausalLM.from_config(
             self._config(
                 vocab_size=len(tokenizer), hidden_size=self.hidden, intermediate_size=self.intermediate,
                 num_hidden_layers=layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
@@ -139,7 +139,7 @@ class Recipe:
 
 
 MIXTURE = Recipe(
-    target=MixtureSizes(hidden=256, intermediate=384, heads=8), phases=((3, 1200), (6, 450), (12, 270)), draft_phases=(),
+    target=MixtureSizes(hidden=256, intermediate=384, heads=8), phases=((3, 1200), (6, 500), (12, 400)), draft_phases=(),
     distillation_phases=(),
 )  # fmt: skip
 
@@ -319,17 +319,12 @@ class GrowingTrainer:
         return rate
 
 
-def new_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A new model; experts are computed one after the other, which is the fastest way to train small ones on a CPU."""
-    return AutoModelForCausalLM.from_config(config, experts_implementation="grouped_mm")
-
-
 def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Double the depth without changing the function: every layer is followed by a copy whose output projections are zero."""
     old = model.config.num_hidden_layers
     if layers != 2 * old:
         raise ValueError(f"a phase must double the layers: {old} → {layers}")
-    deeper = new_model(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers}))
+    deeper = AutoModelForCausalLM.from_config(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers}))
     state = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
     for index in range(layers):
         for name, tensor in model.model.layers[index // 2].state_dict().items():

@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.refusals import refusal
 from support.tiny_pair import Pair
-from support.toy_training import TOY, killed_in_step, small_library
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from support.toy_training import TOY, TOY_MIXTURE, killed_in_step, small_library
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
 from pipedec.core.errors import UserError
 from pipedec.train.continuations import continued
@@ -24,7 +25,7 @@ from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.draft import LibraryRecipe, bita_prompts, prompts, train_library_draft
-from recipes.reference_models.pair import deepen, train_pair
+from recipes.reference_models.pair import MixtureSizes, Recipe, deepen, train_mixture, train_pair
 
 RECIPE = DraftRecipe(steps=5, batch=3, length=64, long_batch=1, warmup_steps=2, new_tokens=6, long_sets=("passages",))
 LIBRARY = LibraryRecipe(
@@ -85,15 +86,54 @@ def test_a_killed_training_of_the_pair_resumes_to_the_same_weights(
         assert straight.keys() == resumed.keys() and all(torch.equal(straight[key], resumed[key]) for key in straight)
 
 
-def test_growing_does_not_change_the_function() -> None:
+@pytest.mark.parametrize("recipe", [TOY, TOY_MIXTURE])
+def test_growing_does_not_change_the_function(trained: Path, recipe: Recipe) -> None:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(config).eval()
+    model = recipe.target.model(2, PreTrainedTokenizerFast.from_pretrained(trained / "target")).eval()
     deeper = deepen(model, 4).eval()
     ids = torch.randint(0, 50, (1, 9))
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, deeper(ids).logits, atol=1e-5)
-    assert deeper.config.num_hidden_layers == 4
+    assert deeper.config.num_hidden_layers == 4 and deeper.num_parameters() > model.num_parameters()
+
+
+def test_a_mixture_has_the_drafts_tokenizer_and_resumes(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train_it(out: Path, work: Path) -> dict:
+        return train_mixture(None, trained / "draft", TOY_MIXTURE, Run(out, work, threads=1), compiled=False)
+
+    monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
+    report = train_it(tmp_path / "straight", tmp_path / "work")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TrainingLoop, "run", killed_in_step(2, 1))
+        train_it(tmp_path / "resumed", tmp_path / "killed")
+    train_it(tmp_path / "resumed", tmp_path / "killed")
+    straight, resumed = (load_file(tmp_path / name / "target" / "model.safetensors") for name in ("straight", "resumed"))
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[key], resumed[key]) for key in straight)
+    assert json.loads((tmp_path / "straight" / "training.json").read_text()) == json.loads(json.dumps(report))
+    assert set(report["held_out"]) == {"source", "questions"}
+    target = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "target")
+    assert isinstance(target, Qwen3MoeForCausalLM) and target.config.num_hidden_layers == 2
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (trained / "draft", tmp_path / "straight" / "target")]
+    assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
+
+
+def test_each_layer_of_a_mixture_is_to_be_balanced() -> None:
+    class Routed:
+        """The logits of two layers; the same experts have all tokens of a layer, in the sum each expert has as many."""
+
+        def __init__(self, favoured: tuple[slice, slice]) -> None:
+            self.logits = torch.zeros(1, 8, 5)
+            self.router_logits = tuple(torch.zeros(8, 4).index_fill(1, torch.arange(4)[one], 9.0) for one in favoured)
+
+        def __call__(self, input_ids: Tensor, output_router_logits: bool) -> Routed:
+            assert output_router_logits
+            return self
+
+    sizes, ids = MixtureSizes(hidden=8, intermediate=8, heads=2, experts=4, balance=1.0), torch.zeros(1, 8, dtype=torch.int64)
+    first, last = slice(0, 2), slice(2, 4)
+    sum_of_layers = sizes.loss(Routed((first, last)), ids)
+    text = torch.tensor(5.0).log()  # of five equal logits
+    assert torch.isclose(sum_of_layers - text, torch.tensor(2 * 4.0), atol=0.01), "the worst that can be: twice the best, 2 each"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from pipedec.train.run import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
-from recipes.reference_models.pair import ModelSizes, Recipe
+from recipes.reference_models.pair import MixtureSizes, ModelSizes, Recipe
 
 TOY = Recipe(
     vocabulary=400,
@@ -22,6 +23,7 @@ TOY = Recipe(
     length=32,
     warmup_steps=2,
 )
+TOY_MIXTURE = replace(TOY, target=MixtureSizes(hidden=32, intermediate=24, heads=4, experts=4))
 
 
 def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:

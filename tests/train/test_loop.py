@@ -36,25 +36,52 @@ class Layered(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
+class Mixed(Layered):
+    """With the matrices of two experts in one parameter, and a convolution whose weights have as many dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = self.decoder["layers"][0]  # type: ignore[index]
+        layer.experts = nn.Linear(4, 4, bias=False)
+        layer.experts.weight = nn.Parameter(torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1)))
+        layer.convolution = nn.Conv1d(4, 4, 2)
+        with torch.no_grad():
+            layer.convolution.weight.fill_(1.0)
+            layer.convolution.bias.fill_(1.0)
+
+
 def steps_of(model: Layered, dies_at: int | None = None) -> Backward:
     def backward(step: int) -> dict[str, float]:
         if step == dies_at:
             raise KeyboardInterrupt
         loss = (model.decoder["layers"][0](model.embedding) - step).square().mean()
+        if isinstance(model, Mixed):
+            loss = loss + expert_loss(model, step)
         loss.backward()
         return {"loss": loss.item(), "shares": [1.0, 0.5]}  # type: ignore[dict-item]
 
     return backward
 
 
+def experts_of(model: Mixed) -> nn.Parameter:
+    return model.decoder["layers"][0].experts.weight  # type: ignore[index]
+
+
+def expert_loss(model: Mixed, step: int) -> torch.Tensor:
+    return (experts_of(model).cumsum(0) - step).square().mean()
+
+
 def loop_of(model: Layered, work: Path, seed: int = 0) -> TrainingLoop:
     return TrainingLoop("toy", model, muon_and_adamw(model, 0.1, 0.01), work, {"seed": seed, "phases": ((1, 2),)})
 
 
+@pytest.mark.parametrize("kind", [Layered, Mixed])
 @pytest.mark.parametrize("dies_at", [1, 5])
-def test_a_killed_run_continues_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
+def test_a_killed_run_continues_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int, kind: type[Layered]
+) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 4)
-    models = Layered(), Layered(), Layered()
+    models = kind(), kind(), kind()
     loop_of(models[0], tmp_path / "whole").run(9, lambda step: 0.1, steps_of(models[0]))
     with pytest.raises(KeyboardInterrupt):
         loop_of(models[1], tmp_path / "killed").run(9, lambda step: 0.1, steps_of(models[1], dies_at))
@@ -135,3 +162,19 @@ def test_learning_rates_rise_and_fall() -> None:
 def test_every_sample_comes_once_before_any_comes_again() -> None:
     drawn = [number for step in range(7) for number in epoch_batch(step, 10, 3, seed=5)]
     assert sorted(drawn[:10]) == sorted(drawn[10:20]) == list(range(10)) and drawn[:10] != drawn[10:20]
+
+
+def test_experts_learn_as_matrices_of_their_own() -> None:
+    model = Mixed()
+    experts, alone = experts_of(model), [nn.Parameter(matrix.clone()) for matrix in experts_of(model).detach()]
+    muon, adamw = muon_and_adamw(model, 0.1, 0.01)
+    separate = torch.optim.Muon(alone, lr=0.1, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        expert_loss(model, step).backward()
+        (torch.stack([*alone]).cumsum(0) - step).square().mean().backward()
+        for optimizer in (muon, separate):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert experts.grad is None and torch.equal(experts, torch.stack([*alone])), step
+    convolution = model.decoder["layers"][0].convolution.weight  # type: ignore[index]
+    assert any(parameter is convolution for parameter in adamw.param_groups[0]["params"])
