@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ class TrainingLoop:
     """
 
     SAVE_EVERY = 20  # steps
+    SAVE_SECONDS = 240.0  # after which slow steps are saved earlier
     SCORE_EVERY = 100
 
     def __init__(
@@ -159,6 +161,7 @@ class TrainingLoop:
                 unfinished.write_text("".join(kept))
         self._replicas.wait()
         self._model.train()
+        saved = time.monotonic()
         with Progress(*COLUMNS, disable=not self._replicas.is_first) as progress, self._log.open("a") as log:
             bar = progress.add_task(self._name, total=steps, completed=start)
             for step in range(start, steps):
@@ -181,8 +184,10 @@ class TrainingLoop:
                 lists = {name: value if isinstance(value, list) else [value] for name, value in figures.items()}
                 shown = ", ".join(f"{name} {' '.join(f'{each:.3g}' for each in values)}" for name, values in lists.items())
                 progress.update(bar, advance=1, description=f"{self._name} {shown}")
-                if self._replicas.is_first and ((step + 1) % self.SAVE_EVERY == 0 or step + 1 == steps):
+                is_due = (step + 1) % self.SAVE_EVERY == 0 or time.monotonic() - saved > self.SAVE_SECONDS
+                if self._replicas.is_first and (is_due or step + 1 == steps):
                     self._save(step + 1)
+                    saved = time.monotonic()
         if score is not None and self._replicas.is_first:
             self._load_weights(load_file(self._best))
         self._model.eval()

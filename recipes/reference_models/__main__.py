@@ -50,9 +50,9 @@ def pair(
 def mixture(
     run: options.PartialRun, problems: Problems = None, steps_scale: StepsScale = 1.0, compiled: options.Compiled = True
 ) -> None:
-    """Train a mixture of experts with the shipped pair's tokenizer, whose draft the command draft then continues."""
+    """Train a mixture of experts that begins as the shipped pair's target, for which the command draft continues its draft."""
     existing(problems)
-    report = train_mixture(problems, reference_pair() / "draft", MIXTURE.scaled(steps_scale), run(), compiled)
+    report = train_mixture(problems, reference_pair(), MIXTURE.scaled(steps_scale), run(), compiled)
     print_agreement("Held-out text, beside the shipped draft", report["held_out"])
 
 

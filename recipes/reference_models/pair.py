@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    PreTrainedConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
 )
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from pipedec.train.draft import Loss, row_steps
 from pipedec.train.measuring import TOP_K, MeasuredDraft
@@ -35,6 +36,7 @@ from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Documen
 
 CARD = Path(__file__).with_name("pair.md.jinja")
 HELD_OUT_ROWS = 32  # of each family
+_ROUTER_NOISE = 0.03  # by which the routers' rows of one MLP differ
 Phases = tuple[tuple[int, int], ...]  # (layers, steps) of each
 
 # Reserved from the start, so that the thread dialects never need a new vocabulary.
@@ -61,10 +63,10 @@ class ModelSizes:
     heads: int
     kv_heads: int = 2
 
-    def model(self, layers: int, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    def model(self, layers: int, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         """A new model."""
-        return AutoModelForCausalLM.from_config(
-            self._config(
+        return LlamaForCausalLM(
+            LlamaConfig(
                 vocab_size=len(tokenizer), hidden_size=self.hidden, intermediate_size=self.intermediate,
                 num_hidden_layers=layers, num_attention_heads=self.heads, num_key_value_heads=self.kv_heads,
                 max_position_embeddings=2048, tie_word_embeddings=True, use_cache=False,
@@ -76,17 +78,44 @@ class ModelSizes:
         """What training makes small."""
         return next_token_loss(model(input_ids=ids_BT), ids_BT)
 
-    def _config(self, **sizes: Any) -> PreTrainedConfig:
-        return LlamaConfig(**sizes)
-
 
 @dataclass(frozen=True)
-class MixtureSizes(ModelSizes):
-    """The sizes of a Qwen3 mixture of experts; ``intermediate`` is that of one expert."""
+class Mixture:
+    """A mixture of experts that begins as a dense model."""
 
     experts: int = 16
     active_experts: int = 2
     balance: float = 0.01  # weight of each layer's load-balancing loss
+    router_std: float = 0.02
+
+    def model(self, dense: LlamaForCausalLM) -> MixtralForCausalLM:
+        """A Mixtral that computes nearly what ``dense`` computes (upcycling into fine-grained experts, He et al. 2024).
+
+        The neurons of each MLP take turns in ``active_experts`` parts. The routers' rows, which are random, are almost equal for
+        the experts of as many consecutive ones as there are parts, one of each part, so a token is routed to a whole MLP.
+        """
+        parts, stated = self.active_experts, dense.config
+        model = MixtralForCausalLM(
+            MixtralConfig(
+                vocab_size=stated.vocab_size, hidden_size=stated.hidden_size, intermediate_size=stated.intermediate_size // parts,
+                num_hidden_layers=stated.num_hidden_layers, num_attention_heads=stated.num_attention_heads,
+                num_key_value_heads=stated.num_key_value_heads, max_position_embeddings=stated.max_position_embeddings,
+                rms_norm_eps=stated.rms_norm_eps, rope_parameters=stated.rope_parameters, tie_word_embeddings=True, use_cache=False,
+                bos_token_id=stated.bos_token_id, eos_token_id=stated.eos_token_id, pad_token_id=stated.pad_token_id,
+                num_local_experts=self.experts, num_experts_per_tok=parts, router_aux_loss_coef=self.balance,
+            )
+        )  # fmt: skip
+        state = {name: tensor for name, tensor in dense.state_dict().items() if ".mlp." not in name}
+        for index, layer in enumerate(dense.model.layers):
+            mlp, name = layer.mlp, f"model.layers.{index}.mlp"
+            chosen = [slice(expert % parts, None, parts) for expert in range(self.experts)]
+            gate_up = [torch.cat([mlp.gate_proj.weight[own], mlp.up_proj.weight[own]]) for own in chosen]
+            state[f"{name}.experts.gate_up_proj"] = torch.stack(gate_up)
+            state[f"{name}.experts.down_proj"] = torch.stack([parts * mlp.down_proj.weight[:, own] for own in chosen])
+            rows = torch.randn(self.experts // parts, dense.config.hidden_size).repeat_interleave(parts, 0)
+            state[f"{name}.gate.weight"] = self.router_std * (rows + _ROUTER_NOISE * torch.randn_like(rows))
+        model.load_state_dict(state)
+        return model
 
     def loss(self, model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
         """Cross-entropy and the load-balancing losses (Fedus et al. 2022, §2.2) of the layers, of each by itself: transformers'
@@ -95,12 +124,6 @@ class MixtureSizes(ModelSizes):
         output = model(input_ids=ids_BT, output_router_logits=True)
         losses = [load_balancing_loss_func((logits,), self.experts, self.active_experts) for logits in output.router_logits]
         return next_token_loss(output, ids_BT) + self.balance * torch.stack(losses).sum()
-
-    def _config(self, **sizes: Any) -> PreTrainedConfig:
-        return Qwen3MoeConfig(
-            **sizes, head_dim=self.hidden // self.heads, moe_intermediate_size=self.intermediate, num_experts=self.experts,
-            num_experts_per_tok=self.active_experts, norm_topk_prob=True, router_aux_loss_coef=self.balance,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -138,10 +161,7 @@ class Recipe:
         return replace(self, **scaled)
 
 
-MIXTURE = Recipe(
-    target=MixtureSizes(hidden=256, intermediate=384, heads=8), phases=((3, 1200), (6, 500), (12, 400)), draft_phases=(),
-    distillation_phases=(),
-)  # fmt: skip
+MIXTURE = replace(Recipe(), phases=((24, 300),), batch=8, learning_rate=3e-3)  # of a mixture that begins as the pair's target
 
 
 def train_tokenizer(documents: list[Document], recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
@@ -188,8 +208,10 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     if not (run.work / "tokenizer.json").exists():
         train_tokenizer([document for document in documents if not document.held_out], recipe, run.work)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(run.work)
-    target, trainer = train_target(documents, tokenizer, recipe, run, compiled)
+    trainer = prepared(documents, tokenizer, recipe, run, compiled)
     rows = trainer.rows
+    target = recipe.target.model(recipe.phases[0][0], tokenizer)
+    target = trainer.run("target", target, recipe.phases, rows, recipe.target.loss)
     draft = recipe.draft.model(recipe.draft_phases[0][0], tokenizer)
     target.eval().requires_grad_(False)
     draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
@@ -202,14 +224,18 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     return report
 
 
-def train_mixture(problems: Path | None, draft: Path, recipe: Recipe, run: Run, compiled: bool) -> dict[str, Any]:
-    """Train ``recipe.target`` into ``run.out/target`` as the pair's target is trained, but with the tokenizer of ``draft``, which
-    is measured beside it; returns what was measured, in ``run.out/training.json``, too.
+def train_mixture(
+    problems: Path | None, pair: Path, recipe: Recipe, run: Run, compiled: bool, mixture: Mixture = Mixture()
+) -> dict[str, Any]:
+    """Train a mixture that begins as the target of ``pair`` into ``run.out/target``, on the text of that target; returns what was
+    measured of it and the pair's draft, in ``run.out/training.json``, too.
     """
-    documents, tokenizer = pair_documents(problems), PreTrainedTokenizerFast.from_pretrained(draft)
-    target, trainer = train_target(documents, tokenizer, recipe, run, compiled)
+    documents, tokenizer = pair_documents(problems), PreTrainedTokenizerFast.from_pretrained(pair / "target")
+    trainer = prepared(documents, tokenizer, recipe, run, compiled)
+    target = mixture.model(LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32))
+    target = trainer.run("target", target, recipe.phases, trainer.rows, mixture.loss)
     save(target, tokenizer, run.out / "target")
-    report = pair_report(documents, tokenizer, trainer, run.out / "target", draft)
+    report = pair_report(documents, tokenizer, trainer, run.out / "target", pair / "draft") | {"mixture": asdict(mixture)}
     with replacing(run.out / "training.json") as unfinished:
         unfinished.write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -221,19 +247,16 @@ def pair_documents(problems: Path | None) -> list[Document]:
     return documents + list(corpus.word_problem_documents(problems)) if problems is not None else documents
 
 
-def train_target(
+def prepared(
     documents: list[Document], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, run: Run, compiled: bool
-) -> tuple[PreTrainedModel, GrowingTrainer]:
-    """The trained target, and the trainer with the rows of all phases."""
+) -> GrowingTrainer:
+    """A trainer with the rows of all phases; random numbers begin anew."""
     torch.set_num_threads(run.threads)
     torch.manual_seed(recipe.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     training = [document for document in documents if not document.held_out]
     mixed = corpus.mix(training, recipe.weights, characters=recipe.characters, seed=recipe.seed)
-    rows = pack(mixed, tokenizer, recipe.length, recipe.seed)
-    trainer = GrowingTrainer(recipe, rows, run.work, device, compiled)
-    target = recipe.target.model(recipe.phases[0][0], tokenizer)
-    return trainer.run("target", target, recipe.phases, rows, recipe.target.loss), trainer
+    return GrowingTrainer(recipe, pack(mixed, tokenizer, recipe.length, recipe.seed), run.work, device, compiled)
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -319,12 +342,13 @@ class GrowingTrainer:
         return rate
 
 
-def deepen(model: PreTrainedModel, layers: int) -> PreTrainedModel:
+def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     """Double the depth without changing the function: every layer is followed by a copy whose output projections are zero."""
     old = model.config.num_hidden_layers
     if layers != 2 * old:
         raise ValueError(f"a phase must double the layers: {old} → {layers}")
-    deeper = AutoModelForCausalLM.from_config(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": layers}))
+    config = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": layers})
+    deeper = LlamaForCausalLM(config)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".layers." not in name}
     for index in range(layers):
         for name, tensor in model.model.layers[index // 2].state_dict().items():

@@ -13,9 +13,16 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.refusals import refusal
 from support.tiny_pair import Pair
-from support.toy_training import TOY, TOY_MIXTURE, killed_in_step, small_library
+from support.toy_training import TOY, TOY_EXPERTS, TOY_MIXTURE, killed_in_step, small_library
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from pipedec.core.errors import UserError
 from pipedec.train.continuations import continued
@@ -23,9 +30,10 @@ from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus
+from recipes.reference_models import pair as pair_recipe
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.draft import LibraryRecipe, bita_prompts, prompts, train_library_draft
-from recipes.reference_models.pair import MixtureSizes, Recipe, deepen, train_mixture, train_pair
+from recipes.reference_models.pair import Mixture, deepen, train_mixture, train_pair
 
 RECIPE = DraftRecipe(steps=5, batch=3, length=64, long_batch=1, warmup_steps=2, new_tokens=6, long_sets=("passages",))
 LIBRARY = LibraryRecipe(
@@ -86,25 +94,44 @@ def test_a_killed_training_of_the_pair_resumes_to_the_same_weights(
         assert straight.keys() == resumed.keys() and all(torch.equal(straight[key], resumed[key]) for key in straight)
 
 
-@pytest.mark.parametrize("recipe", [TOY, TOY_MIXTURE])
-def test_growing_does_not_change_the_function(trained: Path, recipe: Recipe) -> None:
+def test_growing_does_not_change_the_function() -> None:
     torch.manual_seed(0)
-    model = recipe.target.model(2, PreTrainedTokenizerFast.from_pretrained(trained / "target")).eval()
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = LlamaForCausalLM(config).eval()
     deeper = deepen(model, 4).eval()
     ids = torch.randint(0, 50, (1, 9))
     with torch.no_grad():
         assert torch.allclose(model(ids).logits, deeper(ids).logits, atol=1e-5)
-    assert deeper.config.num_hidden_layers == 4 and deeper.num_parameters() > model.num_parameters()
+    assert deeper.config.num_hidden_layers == 4
 
 
-def test_a_mixture_has_the_drafts_tokenizer_and_resumes(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [2, 3])
+def test_a_mixture_begins_as_the_dense_target(trained: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    torch.manual_seed(0)
+    dense = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float64).eval()
+    ids = torch.randint(0, 50, (3, 40))
+    for noise, share, error in ((0.0, 1.0, 1e-6), (pair_recipe._ROUTER_NOISE, 0.9, 0.1)):
+        monkeypatch.setattr(pair_recipe, "_ROUTER_NOISE", noise)
+        made = Mixture(experts=12, active_experts=parts).model(dense).double().eval()
+        with torch.no_grad():
+            wanted, output = dense(ids).logits, made(ids, output_router_logits=True)
+        assert (output.logits - wanted).std() < error * wanted.std()
+        for logits in output.router_logits:
+            chosen = logits.topk(parts).indices
+            whole = (chosen % parts).sort(-1).values == torch.arange(parts)
+            assert len(chosen.unique()) > parts and whole.all(-1).float().mean() >= share
+
+
+def test_a_killed_training_of_a_mixture_resumes_to_the_same_weights(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train_it(out: Path, work: Path) -> dict:
-        return train_mixture(None, trained / "draft", TOY_MIXTURE, Run(out, work, threads=1), compiled=False)
+        return train_mixture(None, trained, TOY_MIXTURE, Run(out, work, threads=1), compiled=False, mixture=TOY_EXPERTS)
 
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     report = train_it(tmp_path / "straight", tmp_path / "work")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(TrainingLoop, "run", killed_in_step(2, 1))
+        patch.setattr(TrainingLoop, "run", killed_in_step(3))
         train_it(tmp_path / "resumed", tmp_path / "killed")
     train_it(tmp_path / "resumed", tmp_path / "killed")
     straight, resumed = (load_file(tmp_path / name / "target" / "model.safetensors") for name in ("straight", "resumed"))
@@ -112,8 +139,10 @@ def test_a_mixture_has_the_drafts_tokenizer_and_resumes(trained: Path, tmp_path:
     assert json.loads((tmp_path / "straight" / "training.json").read_text()) == json.loads(json.dumps(report))
     assert set(report["held_out"]) == {"source", "questions"}
     target = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "target")
-    assert isinstance(target, Qwen3MoeForCausalLM) and target.config.num_hidden_layers == 2
-    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (trained / "draft", tmp_path / "straight" / "target")]
+    assert isinstance(target, MixtralForCausalLM) and target.config.num_local_experts == 4
+    dense = load_file(trained / "target" / "model.safetensors")
+    assert not torch.equal(straight["model.embed_tokens.weight"], dense["model.embed_tokens.weight"])
+    tokenizers = [AutoTokenizer.from_pretrained(path) for path in (trained / "target", tmp_path / "straight" / "target")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
 
 
@@ -129,7 +158,7 @@ def test_each_layer_of_a_mixture_is_to_be_balanced() -> None:
             assert output_router_logits
             return self
 
-    sizes, ids = MixtureSizes(hidden=8, intermediate=8, heads=2, experts=4, balance=1.0), torch.zeros(1, 8, dtype=torch.int64)
+    sizes, ids = Mixture(experts=4, balance=1.0), torch.zeros(1, 8, dtype=torch.int64)
     first, last = slice(0, 2), slice(2, 4)
     sum_of_layers = sizes.loss(Routed((first, last)), ids)
     text = torch.tensor(5.0).log()  # of five equal logits

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pipedec.train.run import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
-from recipes.reference_models.pair import MixtureSizes, ModelSizes, Recipe
+from recipes.reference_models.pair import Mixture, ModelSizes, Recipe
 
 TOY = Recipe(
     vocabulary=400,
@@ -23,7 +23,7 @@ TOY = Recipe(
     length=32,
     warmup_steps=2,
 )
-TOY_MIXTURE = replace(TOY, target=MixtureSizes(hidden=32, intermediate=24, heads=4, experts=4))
+TOY_MIXTURE, TOY_EXPERTS = replace(TOY, phases=((2, 4),)), Mixture(experts=4)
 
 
 def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:
