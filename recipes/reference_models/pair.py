@@ -36,7 +36,6 @@ from recipes.reference_models.corpus import ASSISTANT, BEGIN, END, USER, Documen
 
 CARD = Path(__file__).with_name("pair.md.jinja")
 HELD_OUT_ROWS = 32  # of each family
-_ROUTER_NOISE = 0.03  # by which the routers' rows of one MLP differ
 Phases = tuple[tuple[int, int], ...]  # (layers, steps) of each
 
 # Reserved from the start, so that the thread dialects never need a new vocabulary.
@@ -87,6 +86,7 @@ class Mixture:
     active_experts: int = 2
     balance: float = 0.01  # weight of each layer's load-balancing loss
     router_std: float = 0.02
+    router_noise: float = 0.03  # by how much of it the experts of one MLP differ
 
     def model(self, dense: LlamaForCausalLM) -> MixtralForCausalLM:
         """A Mixtral that computes nearly what ``dense`` computes (upcycling into fine-grained experts, He et al. 2024).
@@ -100,7 +100,8 @@ class Mixture:
                 vocab_size=stated.vocab_size, hidden_size=stated.hidden_size, intermediate_size=stated.intermediate_size // parts,
                 num_hidden_layers=stated.num_hidden_layers, num_attention_heads=stated.num_attention_heads,
                 num_key_value_heads=stated.num_key_value_heads, max_position_embeddings=stated.max_position_embeddings,
-                rms_norm_eps=stated.rms_norm_eps, rope_parameters=stated.rope_parameters, tie_word_embeddings=True, use_cache=False,
+                rms_norm_eps=stated.rms_norm_eps, rope_parameters=stated.rope_parameters,
+                tie_word_embeddings=stated.tie_word_embeddings, use_cache=False,
                 bos_token_id=stated.bos_token_id, eos_token_id=stated.eos_token_id, pad_token_id=stated.pad_token_id,
                 num_local_experts=self.experts, num_experts_per_tok=parts, router_aux_loss_coef=self.balance,
             )
@@ -113,7 +114,7 @@ class Mixture:
             state[f"{name}.experts.gate_up_proj"] = torch.stack(gate_up)
             state[f"{name}.experts.down_proj"] = torch.stack([parts * mlp.down_proj.weight[:, own] for own in chosen])
             rows = torch.randn(self.experts // parts, dense.config.hidden_size).repeat_interleave(parts, 0)
-            state[f"{name}.gate.weight"] = self.router_std * (rows + _ROUTER_NOISE * torch.randn_like(rows))
+            state[f"{name}.gate.weight"] = self.router_std * (rows + self.router_noise * torch.randn_like(rows))
         model.load_state_dict(state)
         return model
 

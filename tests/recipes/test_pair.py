@@ -30,7 +30,6 @@ from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
 from recipes.reference_models import corpus
-from recipes.reference_models import pair as pair_recipe
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.draft import LibraryRecipe, bita_prompts, prompts, train_library_draft
 from recipes.reference_models.pair import Mixture, deepen, train_mixture, train_pair
@@ -106,13 +105,12 @@ def test_growing_does_not_change_the_function() -> None:
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_a_mixture_begins_as_the_dense_target(trained: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+def test_a_mixture_begins_as_the_dense_target(trained: Path, parts: int) -> None:
     torch.manual_seed(0)
     dense = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float64).eval()
     ids = torch.randint(0, 50, (3, 40))
-    for noise, share, error in ((0.0, 1.0, 1e-6), (pair_recipe._ROUTER_NOISE, 0.9, 0.1)):
-        monkeypatch.setattr(pair_recipe, "_ROUTER_NOISE", noise)
-        made = Mixture(experts=12, active_experts=parts).model(dense).double().eval()
+    for noise, share, error in ((0.0, 1.0, 1e-6), (Mixture.router_noise, 0.9, 0.1)):
+        made = Mixture(experts=12, active_experts=parts, router_noise=noise).model(dense).double().eval()
         with torch.no_grad():
             wanted, output = dense(ids).logits, made(ids, output_router_logits=True)
         assert (output.logits - wanted).std() < error * wanted.std()
