@@ -203,7 +203,7 @@ def overlap(
     check_writable(out)
     torch.set_num_threads(config.threads)
     prompter = Prompter(target, model_config(target).context_length)
-    asked = PromptRequest("", SamplingParams(max_tokens=config.max_tokens))
+    asked = PromptRequest("", sampling=SamplingParams(max_tokens=config.max_tokens))
     sets = [PromptSource.parse(text).read() for text in prompts]
     drawn = draw(prompter, sets, asked, config.samples, config.seed)
     model = load_transformers(target, torch.float32, chosen_device(config.device))

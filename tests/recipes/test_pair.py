@@ -107,10 +107,10 @@ def test_growing_does_not_change_the_function() -> None:
 @pytest.mark.parametrize("parts", [2, 3])
 def test_a_mixture_begins_as_the_dense_target(trained: Path, parts: int) -> None:
     torch.manual_seed(0)
-    dense = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float64).eval()
+    dense = LlamaForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
     ids = torch.randint(0, 50, (3, 40))
-    for noise, share, error in ((0.0, 1.0, 1e-6), (Mixture.router_noise, 0.9, 0.1)):
-        made = Mixture(experts=12, active_experts=parts, router_noise=noise).model(dense).double().eval()
+    for noise, share, error in ((0.0, 1.0, 1e-4), (Mixture.router_noise, 0.9, 0.1)):
+        made = Mixture(experts=12, active_experts=parts, router_noise=noise).model(dense).eval()
         with torch.no_grad():
             wanted, output = dense(ids).logits, made(ids, output_router_logits=True)
         assert (output.logits - wanted).std() < error * wanted.std()

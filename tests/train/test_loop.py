@@ -91,6 +91,18 @@ def test_a_killed_run_continues_to_the_same_weights(
     assert logs[0] == logs[1] and [json.loads(line)["step"] for line in logs[0].splitlines()] == list(range(1, 10))
 
 
+def test_slow_steps_are_saved_earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, saved = Layered(), []
+    for seconds in (1e9, -1.0):
+        monkeypatch.setattr(TrainingLoop, "SAVE_SECONDS", seconds)
+        with pytest.raises(KeyboardInterrupt):
+            loop_of(model, tmp_path).run(9, lambda step: 0.1, steps_of(model, 3))
+        saved.append((tmp_path / "toy.safetensors").exists())
+    assert saved == [False, True]
+    with safe_open(tmp_path / "toy.safetensors", "pt") as stored:
+        assert stored.metadata()["step"] == "3"
+
+
 @pytest.mark.parametrize("dies_at", [3, 8])
 def test_the_weights_of_the_highest_score_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies_at: int) -> None:
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
