@@ -194,9 +194,10 @@ def _joined(config: dict[str, Any], architecture: Architecture, places: dict[str
                 before, size, after = first.shape[:axis], first.shape[axis], first.shape[axis + 1 :]
                 if rest.shape != (*before, size // here * there, *after):
                     raise UserError(f"its two parts of {whole} do not belong together: {first.shape} and {rest.shape}")
+                row_values = 1 if joined.endswith("_bias") else None
                 places[whole] = replace(
-                    first, shape=(*before, size // here * (here + there), *after), rows=order, rest=rest, turns=(here, there),
-                    row_values=1 if joined.endswith("_bias") else None,
+                    first, shape=(*before, size // here * (here + there), *after), rows=order, turns=(here, there),
+                    rest=replace(rest, row_values=row_values), row_values=row_values,
                 )  # fmt: skip
     return places
 

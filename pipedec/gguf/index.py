@@ -131,8 +131,8 @@ class TensorIndex:
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C]; as many matrices of a stack, [matrices, R, C];
-        a vector as a whole, [C]; a number, [].
+        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C], or matrices of a stack, [matrices, R, C];
+        a vector as a whole, [C], a number, [].
 
         Raises UserError as ``raw``.
         """
@@ -152,7 +152,7 @@ class TensorIndex:
         return values + np.float32(place.added) if place.added else values
 
     def raw(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
-        """A copy of rows ``first`` up to ``last`` of a matrix whose blocks stay as they are, uint8 [rows, bytes of a row], or as many
+        """A copy of rows ``first`` up to ``last`` of a matrix whose blocks stay as they are, uint8 [rows, bytes of a row], or of
         matrices of a stack, [matrices, R, bytes of a row], in the order of the checkpoint; what is no matrix is one row, in that
         of the file.
 
