@@ -119,7 +119,7 @@ class Checkpoint:
         Raises:
             UserError: a tensor is missing, or has the wrong shape or dtype.
         """
-        stored = {name: _file_tensors(name, target) for name, target in targets.items()}
+        stored = {name: self._file_tensors(name, target) for name, target in targets.items()}
         for tensors in stored.values():
             for one, tensor in tensors.items():
                 if not (tensor.is_optional and one not in self):
@@ -137,8 +137,8 @@ class Checkpoint:
         here = {one: tensor for one, tensor in stored.items() if one in self}
         if isinstance(target, ExpertMatrices):
             for expert, matrix in enumerate(target.matrices):
-                own = {own_suffix(name, one): self._read_expert(one, expert) for one in here}
-                matrix.fill({suffix: one.t() if target.is_swapped else one for suffix, one in own.items()})
+                own = {own_suffix(name, one): self._read_expert(one, tensor, expert) for one, tensor in here.items()}
+                matrix.fill({suffix: one.t() if self._is_swapped(target) else one for suffix, one in own.items()})
             return
         if isinstance(target, Tensor) and target.dim() == 2:
             target = DenseMatrix(target)
@@ -165,9 +165,21 @@ class Checkpoint:
             return torch.from_numpy(index.read(name, *rows) if "F32" in tensor.dtypes else index.raw(name, *rows))
         return self._opened.read(file, name, None if outputs is None else tensor.places(outputs))
 
-    def _read_expert(self, name: str, expert: int) -> Tensor:
+    def _read_expert(self, name: str, tensor: FileTensor, expert: int) -> Tensor:
         """The part of a stack that belongs to an expert."""
+        if self._files.gguf is not None:
+            return self._read(name, tensor, slice(expert, expert + 1))[0]
         return self._opened.read(self._files.file_of[name], name, (slice(expert, expert + 1),))[0]
+
+    def _file_tensors(self, name: str, target: Target) -> dict[str, FileTensor]:
+        format, shape = PLAIN if isinstance(target, Tensor) else target.format, tuple(target.shape)
+        if isinstance(target, ExpertMatrices) and isinstance(format, Plain):
+            return {name: FileTensor(FLOATS, (shape[0], shape[2], shape[1]) if self._is_swapped(target) else shape)}
+        return file_names(name, format, shape)
+
+    def _is_swapped(self, target: ExpertMatrices) -> bool:
+        """Whether the file has inputs before outputs, which is never so in GGUF."""
+        return target.is_swapped and self._files.gguf is None
 
 
 class _OpenFile:
@@ -191,10 +203,3 @@ class _OpenFile:
     def close(self) -> None:
         self._stack.close()
         self._path, self._handle, self._num_bytes = Path(), None, 0
-
-
-def _file_tensors(name: str, target: Target) -> dict[str, FileTensor]:
-    format, shape = PLAIN if isinstance(target, Tensor) else target.format, tuple(target.shape)
-    if isinstance(target, ExpertMatrices) and isinstance(format, Plain):
-        return {name: FileTensor(FLOATS, (shape[0], shape[2], shape[1]) if target.is_swapped else shape)}
-    return file_names(name, format, shape)
