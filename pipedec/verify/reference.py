@@ -65,11 +65,11 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
         is_transposed = getattr(made.get_submodule(place.module), "is_transposed", False)
         tensor = tensor if place.expert is None else tensor[place.expert]
         tensor = tensor if place.rows is None else tensor[slice(*place.rows)]
-        if format is PLAIN:
+        if is_stack(name, shape):
+            matrices = [WidenedMatrix(matrix, [(format, shape[1])]) for matrix in (tensor.mT if is_transposed else tensor)]
+            targets[name] = ExpertMatrices(matrices, is_transposed)
+        elif format is PLAIN:
             targets[name] = tensor
-        elif is_stack(name, shape):
-            matrices = tensor.mT if is_transposed else tensor
-            targets[name] = ExpertMatrices([WidenedMatrix(matrix, [(format, shape[1])]) for matrix in matrices])
         else:
             targets[name] = WidenedMatrix(tensor, [(format, shape[0])])
     checkpoint.read_into(targets)
