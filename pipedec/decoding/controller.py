@@ -154,8 +154,9 @@ _OFFERED_WEIGHT = 1 / 16  # of a timestep in the mean of what rows may yield
 class OfferedRows:
     """The tokens that the first, the second, … row of a timestep may yield, in the mean of timesteps.
 
-    A timestep takes as long as the most rows of those in flight. Where each row costs time, rows that enter in a burst make a whole
-    passage slow, which the same rows, spread over timesteps, would not. So a number of rows has to pay in the mean of timesteps.
+    A timestep takes as long as the most rows of those in flight. Where each row costs time, rows that enter in a burst make a
+    whole passage slow, which the same rows, spread over timesteps, would not. So a number of rows has to pay in the mean of
+    timesteps.
     """
 
     def __init__(self) -> None:
