@@ -226,6 +226,10 @@ class Rounded(Format):
     def title(self) -> str:
         return f"int{self.bits}"
 
+    @property
+    def is_turnable(self) -> bool:
+        return True
+
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return PLAIN.tensors(shape)
 
