@@ -215,9 +215,7 @@ _T = TypeVar("_T")
 class WatchedExperience(Experience):
     """Experience that also reports which accepted tokens had been proposed."""
 
-    def __init__(
-        self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, expected_ms: Sequence[float] = ()
-    ) -> None:
+    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, expected_ms: Sequence[float] = ()) -> None:
         super().__init__(passage, prior, expected_ms=expected_ms)
         self._is_proposed: list[bool] = []
         self._watched: dict[int, AcceptanceModel] = {}  # by the identity of what is watched: who shares it is scored together

@@ -3,7 +3,8 @@
 One controller serves all requests. It measures while answers are decoded, and keeps the results for later answers. Limits that a
 request sets itself are not tuned. Knows no tokens, trees or processes.
 
-- *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``).
+- *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``). Where each
+  row costs time, with routed experts, as many enter at a timestep as pay in the mean of timesteps.
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
@@ -145,6 +146,42 @@ class RowCosts:
 
 def _bucket(rows: float) -> int:
     return bisect_right(BOUNDS, ceil(rows) - 1)
+
+
+_OFFERED_WEIGHT = 1 / 16  # of a timestep in the mean of what rows may yield
+
+
+class OfferedRows:
+    """The tokens that the first, the second, … row of a timestep may yield, in the mean of timesteps.
+
+    A timestep takes as long as the most rows of those in flight. Where each row costs time, rows that enter in a burst make a
+    whole passage slow, which the same rows, spread over timesteps, would not. So a number of rows has to pay in the mean of
+    timesteps.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}  # by the number of rows before
+        self._offered: dict[int, float] = {}  # in this timestep
+        self._has_refused = False
+
+    def mean_with(self, rows: int, tokens: float) -> float:
+        """The mean for the row after ``rows`` rows, of which one that may yield ``tokens`` tokens wants to enter now."""
+        tokens = self._offered[rows] = max(tokens, self._offered.get(rows, 0.0))
+        mean = self._means.get(rows, 0.0)
+        return mean + _OFFERED_WEIGHT * (tokens - mean)
+
+    def refuse(self) -> None:
+        """The row does not pay, so that those after it are unknown."""
+        self._has_refused = True
+
+    def settle(self, certain_tokens: float, rows: int) -> None:
+        """End the timestep, at which ``rows`` rows enter; each that was not offered yields ``certain_tokens``."""
+        highest = max([rows - 1, *self._offered, *(() if self._has_refused else self._means)])
+        for place in range(highest + 1):
+            tokens = self._offered.get(place, certain_tokens if place < rows else 0.0)
+            mean = self._means.get(place, 0.0)
+            self._means[place] = mean + _OFFERED_WEIGHT * (tokens - mean)
+        self._offered, self._has_refused = {}, False
 
 
 _FIRST = 16  # tokens before the first trial
@@ -320,6 +357,7 @@ class Controller:
         self.proposes_seen = False  # whether tokens are proposed only because they occur in the text
         self.passage = passage
         self._passages = Passages(passage)
+        self._offered = OfferedRows() if expected_ms else None
         self._expected_ms = expected_ms
         self._costs = RowCosts(expected_ms)
         self._costs_at = {passage: self._costs}  # by passage
@@ -389,8 +427,18 @@ class Controller:
 
         A row that enters later than the row above it does not lose a whole passage: the rows below it are drafted by then and
         enter with it (docs/benchmarks.md, "What a row is worth").
+
+        Where each row costs time, rows mostly wait for the next timestep. Of n + 1 rows at every timestep instead of n, the last
+        saves only 1 / (n + 1) of the timesteps in which rows wait, with its chance: c / (n + 1) ≥ dt / t must hold, too.
         """
-        return tokens / self._yield >= self._costs.added(rows)
+        if self._offered is None:
+            return tokens / self._yield >= self._costs.added(rows)
+        running = max(self._in_flight[-1].running, 1) if self._in_flight else 1
+        needed = self._costs.added(rows) * max(self._yield, (rows + 1) / running)
+        pays = self._offered.mean_with(rows, tokens) >= needed
+        if not pays:
+            self._offered.refuse()
+        return pays
 
     def record_entered(self, entered: EnteredCounts) -> None:
         """Record the rows that enter at the next timestep."""
@@ -398,6 +446,8 @@ class Controller:
         if passage != self.passage:
             self._set_passage(passage)
         self._in_flight.append(entered)
+        if self._offered is not None and entered.running and self.is_speculating and not entered.prompt_rows:
+            self._offered.settle(1 / entered.running, entered.rows)
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""
