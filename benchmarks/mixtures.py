@@ -47,7 +47,7 @@ class OverlapConfig:
     """What is measured. Raises UserError for a number below 1."""
 
     rows: Annotated[Counts, Help("Numbers of rows.")] = (1, 2, 4, 8, 16, 32, 64)
-    samples: Annotated[Positive, Help("Number of prompts chosen from each set.")] = 24
+    samples: Annotated[Positive, Help("Number of prompts chosen from each set; strangers need as many as there are rows.")] = 64
     max_tokens: Annotated[Positive, Help("Maximum number of tokens of an answer.")] = 96
     seed: Annotated[int, Help("Seed for choosing prompts and places.")] = 0
     device: Device = "auto"
@@ -61,11 +61,14 @@ class Routing:
     """The experts of each row of a target's forwards, by layer."""
 
     def __init__(self, target: Any) -> None:
-        """Raises UserError if no module of the target has a stack of experts."""
+        """Raises UserError if no module of the target has a stack of experts, or they have different numbers of experts."""
         self._modules = [module for module in target.modules() if has_experts(module)]
         if not self._modules:
             raise UserError("the target has no experts: give a mixture")
-        self.num_experts = [len(module.down_proj) for module in self._modules]
+        numbers = {len(module.down_proj) for module in self._modules}
+        if len(numbers) > 1:
+            raise UserError(f"the target's layers have different numbers of experts: {', '.join(map(str, sorted(numbers)))}")
+        (self.num_experts,) = numbers
 
     @contextmanager
     def seen(self) -> Iterator[list[Tensor]]:
@@ -157,11 +160,10 @@ def fitted_overlap(distinct: dict[int, float], num_experts: int, top_k: int) -> 
 def measure_overlap(target: Any, prompts: Sequence[Sequence[int]], config: OverlapConfig) -> list[Row]:
     """A row for each kind of related rows: distinct experts by number of rows, beside independent routing, and the overlap.
 
-    Numbers of rows that no set has (an answer is too short, or there are too few strangers) are left out. Layers must have the
-    same number of experts.
+    Numbers of rows that no set has (an answer is too short, or there are too few strangers) are left out.
     """
     rows = Rows(target, prompts, config)
-    (num_experts,), top_k = set(rows.routing.num_experts), rows.answered[0].shape[-1]
+    num_experts, top_k = rows.routing.num_experts, rows.answered[0].shape[-1]
     everything_LTK = torch.cat(rows.answered, 1)
     counts_LE = torch.stack([layer.flatten().bincount(minlength=num_experts) for layer in everything_LTK])
     shares_LE = counts_LE / everything_LTK[0].numel()

@@ -1,8 +1,8 @@
 """Train the shipped pair: a 24-layer target grown from a shallow one, and a draft distilled from it.
 
 Owns the recipe: tokenizer, sizes, phases, data. A thin, deep LLaMA trains slowly, so the target starts with few layers, which
-are doubled twice: each new layer is a copy whose output projections are zero, so growth does not change the function. A killed
-run continues from its last checkpoint.
+are doubled twice: each new layer is a copy whose output projections are zero, so growth does not change the function. A mixture
+of experts begins as the grown target. A killed run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts that begins as a dense model."""
+    """A mixture of experts that begins as a dense model, and what balances its experts."""
 
     experts: int = 16
     active_experts: int = 2

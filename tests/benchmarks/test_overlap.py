@@ -111,6 +111,14 @@ def test_the_command_writes_a_row_of_each_kind(mixture: Path, tmp_path: Path) ->
     assert [row["kind"] for row in rows] == list(KINDS) and rows[0]["config"]["prompts"] == 3
 
 
+def test_layers_of_different_kinds_are_refused(mixture: Path) -> None:
+    target = load_transformers(mixture, torch.float32)
+    experts = target.model.layers[1].mlp.experts
+    experts.down_proj = torch.nn.Parameter(experts.down_proj[:3])
+    with pytest.raises(UserError, match="different numbers of experts: 3, 4"):
+        Routing(target)
+
+
 def test_a_dense_target_is_refused(pair: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no experts: give a mixture"):
         Routing(load_transformers(pair.target, torch.float32))
