@@ -20,7 +20,7 @@ from pipedec.train.replicas import replicas
 from recipes.reference_models.draft import DRAFT_RECIPE, LIBRARY, bita_prompts, draft_prompts, train_library_draft
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
-from recipes.reference_models.pair import MIXTURE, Recipe, train_mixture, train_pair
+from recipes.reference_models.pair import MixtureRecipe, Recipe, train_mixture, train_pair
 from recipes.thread_models.records import Problems, existing
 
 
@@ -52,7 +52,7 @@ def mixture(
 ) -> None:
     """Train a mixture of experts that begins as the shipped pair's target, for which the command draft continues its draft."""
     existing(problems)
-    report = train_mixture(problems, reference_pair(), MIXTURE.scaled(steps_scale), run(), compiled)
+    report = train_mixture(problems, reference_pair(), MixtureRecipe().scaled(steps_scale), run(), compiled)
     print_agreement("Held-out text, beside the shipped draft", report["held_out"])
 
 

@@ -73,10 +73,6 @@ class ModelSizes:
             )
         )  # fmt: skip
 
-    def loss(self, model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
-        """What training makes small."""
-        return next_token_loss(model(input_ids=ids_BT), ids_BT)
-
 
 @dataclass(frozen=True)
 class Mixture:
@@ -124,7 +120,7 @@ class Mixture:
         """
         output = model(input_ids=ids_BT, output_router_logits=True)
         losses = [load_balancing_loss_func((logits,), self.experts, self.active_experts) for logits in output.router_logits]
-        return next_token_loss(output, ids_BT) + self.balance * torch.stack(losses).sum()
+        return cross_entropy(output, ids_BT) + self.balance * torch.stack(losses).sum()
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,14 @@ class Recipe:
         return replace(self, **scaled)
 
 
-MIXTURE = replace(Recipe(), phases=((24, 300),), batch=8, learning_rate=3e-3)  # of a mixture that begins as the pair's target
+@dataclass(frozen=True)
+class MixtureRecipe(Recipe):
+    """The recipe of a mixture that begins as the pair's target, with the text of that target."""
+
+    phases: Phases = ((24, 300),)
+    batch: int = 8
+    learning_rate: float = 3e-3
+    mixture: Mixture = Mixture()
 
 
 def train_tokenizer(documents: list[Document], recipe: Recipe, out: Path) -> PreTrainedTokenizerFast:
@@ -212,11 +215,11 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     trainer = prepared(documents, tokenizer, recipe, run, compiled)
     rows = trainer.rows
     target = recipe.target.model(recipe.phases[0][0], tokenizer)
-    target = trainer.run("target", target, recipe.phases, rows, recipe.target.loss)
+    target = trainer.run("target", target, recipe.phases, rows, next_token_loss)
     draft = recipe.draft.model(recipe.draft_phases[0][0], tokenizer)
     target.eval().requires_grad_(False)
     draft_rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(recipe.seed + 1))]
-    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, recipe.draft.loss)
+    draft = trainer.run("draft", draft, recipe.draft_phases, draft_rows, next_token_loss)
     draft = trainer.run("distilled", draft, recipe.distillation_phases, rows, partial(distillation_loss, teacher=target))
     for name, model in (("target", target), ("draft", draft)):
         save(model, tokenizer, run.out / name)
@@ -225,18 +228,16 @@ def train_pair(problems: Path | None, recipe: Recipe, run: Run, compiled: bool) 
     return report
 
 
-def train_mixture(
-    problems: Path | None, pair: Path, recipe: Recipe, run: Run, compiled: bool, mixture: Mixture = Mixture()
-) -> dict[str, Any]:
-    """Train a mixture that begins as the target of ``pair`` into ``run.out/target``, on the text of that target; returns what was
-    measured of it and the pair's draft, in ``run.out/training.json``, too.
+def train_mixture(problems: Path | None, pair: Path, recipe: MixtureRecipe, run: Run, compiled: bool) -> dict[str, Any]:
+    """Train a mixture that begins as the target of ``pair`` into ``run.out/target``; returns what was measured of it and the
+    pair's draft, in ``run.out/training.json``, too.
     """
     documents, tokenizer = pair_documents(problems), PreTrainedTokenizerFast.from_pretrained(pair / "target")
     trainer = prepared(documents, tokenizer, recipe, run, compiled)
-    target = mixture.model(LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32))
-    target = trainer.run("target", target, recipe.phases, trainer.rows, mixture.loss)
+    target = recipe.mixture.model(LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32))
+    target = trainer.run("target", target, recipe.phases, trainer.rows, recipe.mixture.loss)
     save(target, tokenizer, run.out / "target")
-    report = pair_report(documents, tokenizer, trainer, run.out / "target", pair / "draft") | {"mixture": asdict(mixture)}
+    report = pair_report(documents, tokenizer, trainer, run.out / "target", pair / "draft")
     with replacing(run.out / "training.json") as unfinished:
         unfinished.write_text(json.dumps(report, indent=2) + "\n")
     return report
@@ -359,7 +360,12 @@ def deepen(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     return deeper
 
 
-def next_token_loss(output: Any, ids_BT: Tensor) -> Tensor:
+def next_token_loss(model: Callable[..., Any], ids_BT: Tensor) -> Tensor:
+    """Mean cross-entropy of every next token."""
+    return cross_entropy(model(input_ids=ids_BT), ids_BT)
+
+
+def cross_entropy(output: Any, ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of every next token, of a model's output for ``ids_BT``."""
     logits = output.logits[:, :-1].float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids_BT[:, 1:].flatten())

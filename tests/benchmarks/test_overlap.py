@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from support.refusals import refusal
 from support.tiny_pair import SENTENCES, Pair
-from support.toy_training import TOY_EXPERTS
+from support.toy_training import TOY_MIXTURE
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -40,7 +40,7 @@ def mixture(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixture")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair.target)
     dense = LlamaForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
-    model = replace(TOY_EXPERTS, router_std=1.0).model(dense)
+    model = replace(TOY_MIXTURE.mixture, router_std=1.0).model(dense)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 from support.refusals import refusal
 from support.tiny_pair import Pair
-from support.toy_training import TOY, TOY_EXPERTS, TOY_MIXTURE, killed_in_step, small_library
+from support.toy_training import TOY, TOY_MIXTURE, killed_in_step, small_library
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -124,7 +124,7 @@ def test_a_killed_training_of_a_mixture_resumes_to_the_same_weights(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train_it(out: Path, work: Path) -> dict:
-        return train_mixture(None, trained, TOY_MIXTURE, Run(out, work, threads=1), compiled=False, mixture=TOY_EXPERTS)
+        return train_mixture(None, trained, TOY_MIXTURE, Run(out, work, threads=1), compiled=False)
 
     monkeypatch.setattr(TrainingLoop, "SAVE_EVERY", 2)
     report = train_it(tmp_path / "straight", tmp_path / "work")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 from pipedec.train.run import Backward, Figures, TrainingLoop
 from recipes.reference_models import corpus
 from recipes.reference_models.corpus import Document
-from recipes.reference_models.pair import Mixture, ModelSizes, Recipe
+from recipes.reference_models.pair import Mixture, MixtureRecipe, ModelSizes, Recipe
 
 TOY = Recipe(
     vocabulary=400,
@@ -23,7 +22,7 @@ TOY = Recipe(
     length=32,
     warmup_steps=2,
 )
-TOY_MIXTURE, TOY_EXPERTS = replace(TOY, phases=((2, 4),)), Mixture(experts=4)
+TOY_MIXTURE = MixtureRecipe(phases=((2, 4),), characters=40_000, batch=2, length=32, warmup_steps=2, mixture=Mixture(experts=4))
 
 
 def killed_in_step(step: int, training: int = 0) -> Callable[..., None]:
