@@ -44,7 +44,7 @@ _STEPS = 1000  # of the overlap, from -1 to 1
 
 @dataclass(frozen=True)
 class OverlapConfig:
-    """What is measured. Raises UserError for a number below 1."""
+    """The rows and answers to measure. Raises UserError for a number below 1."""
 
     rows: Annotated[Counts, Help("Numbers of rows.")] = (1, 2, 4, 8, 16, 32, 64)
     samples: Annotated[Positive, Help("Number of prompts chosen from each set; strangers need as many as there are rows.")] = 64

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -149,7 +149,7 @@ class Recipe:
         default_factory=lambda: {"problems": 0.3, "functions": 0.2, "questions": 0.15, "source": 0.35}
     )
 
-    def scaled(self, factor: float) -> Recipe:
+    def scaled(self, factor: float) -> Self:
         """With ``factor`` as many steps in every phase, at least one."""
         scaled: dict[str, Any] = {
             name: tuple((layers, max(1, round(steps * factor))) for layers, steps in getattr(self, name))
