@@ -332,7 +332,8 @@ def test_known_shapes_have_their_published_size() -> None:
     for name, billions in {
         "llama-3.2-1b": 1.236, "llama-3.2-3b": 3.213, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.6, "llama-3.1-405b": 405.9,
         "qwen3-0.6b": 0.596, "qwen3-1.7b": 1.721, "qwen3-4b": 4.022, "qwen3-8b": 8.191, "qwen3-14b": 14.768, "qwen3-32b": 32.762,
-        "qwen3.6-27b": 26.9,
+        "qwen3.6-27b": 26.9, "gpt-oss-120b": 116.83, "gpt-oss-20b": 20.91, "qwen3-235b-a22b": 235.1, "qwen3-30b-a3b": 30.53,
+        "qwen3.6-35b-a3b": 34.66,
     }.items():  # fmt: skip
         assert KNOWN_MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.002), name
 

@@ -264,7 +264,7 @@ class OnReplay:
         )  # slots for the KV memory of the emulated devices
         most = max(CHILDREN[-1], load.policy.limits.get("children") or 0)
         drafter = RecordedDrafter(memos.__getitem__, lambda: self._draft, most, draft_kv) if self._spec.draft else None
-        experience = WatchedExperience(self._spec.settings.passage)
+        experience = WatchedExperience(self._spec.settings.passage, expected_ms=self._spec.expected_ms)
         pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv)
 
         def on_submit(number: int, job: OfferedRequest) -> None:

@@ -215,8 +215,8 @@ _T = TypeVar("_T")
 class WatchedExperience(Experience):
     """Experience that also reports which accepted tokens had been proposed."""
 
-    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED) -> None:
-        super().__init__(passage, prior)
+    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, expected_ms: Sequence[float] = ()) -> None:
+        super().__init__(passage, prior, expected_ms=expected_ms)
         self._is_proposed: list[bool] = []
         self._watched: dict[int, AcceptanceModel] = {}  # by the identity of what is watched: who shares it is scored together
 
@@ -303,7 +303,7 @@ class ReplayedPipeline:
         self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
         self._kv, self._drafter, self._experience = kv, drafter, experience
         self._passage = experience.controller.passage
-        scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.knee, listeners=[self._on_record])
+        scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.room, listeners=[self._on_record])
         scheduler.draft_rounds.time_forward = self.clock.own_work.drafting
         scheduler.now = self.clock.seconds
         slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages

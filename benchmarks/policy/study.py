@@ -143,7 +143,7 @@ class Study:
         drafter = RecordedDrafter(self._memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
         assert self._spec.emulation is not None
         prior = shipped_acceptance(self._spec.draft) if self._config.priors else NOTHING_LEARNED
-        experience = WatchedExperience(self._spec.settings.passage, prior)
+        experience = WatchedExperience(self._spec.settings.passage, prior, self._spec.expected_ms)
         return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> TokenizedRequest:

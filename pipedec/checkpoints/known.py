@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pipedec.checkpoints.parts import LayerSpan, span_shapes
 from pipedec.families import ModelConfig, Shape
-from pipedec.formats import Format, Formats, file_names, known_files
+from pipedec.formats import Format, Formats, file_names, known_files, matrix_shape
 
 
 class KnownTensors:
@@ -41,5 +41,5 @@ class KnownTensors:
         for name, shape in span_shapes(self._config, span, self.names).items():
             format = self.format_of(name, shape, self._config.formats)
             here = [places[one].total_bytes for one in file_names(name, format, shape) if one in places]
-            found[name] = sum(here) if here else format.held_bytes(shape, element_bytes)
+            found[name] = sum(here) if here else format.held_bytes(matrix_shape(name, shape), element_bytes)
         return found

@@ -3,7 +3,8 @@
 One controller serves all requests. It measures while answers are decoded, and keeps the results for later answers. Limits that a
 request sets itself are not tuned. Knows no tokens, trees or processes.
 
-- *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``).
+- *Rows*: one more enters only if it raises the tokens of a timestep by a greater share than the time (see ``pays``). Where each
+  row costs time, with routed experts, as many enter at a timestep as pay in the mean of timesteps.
 - *Forwards*: as many as fit into the time that rank 0 would otherwise wait for the stages; one fewer, at first half as many, when
   it hardly waits, as the pipeline then waits for the draft model.
 - *Children*: more of them, from the next answer on, while many accepted tokens were not proposed by any draft source.
@@ -34,12 +35,18 @@ _REMAINING = 512  # timesteps after which a measurement of an earlier process is
 
 
 class RowCosts:
-    """The seconds of a timestep as a function of its rows: never falling, linear between measurements, and flat outside.
+    """The seconds of a timestep as a function of its rows, never falling. Between measurements and outside they grow as what the
+    plan expects; where it expects that rows cost nothing, they are linear between measurements, and flat outside.
 
     Rows are tried from few to many, at most twice as many as were measured: otherwise small steps would stay unmeasured.
+
+    Args:
+        expected_ms: by the plan, of a timestep of 1, 2, … rows, never falling; empty if a further row costs nothing, as without
+            routed experts. Only ratios count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, expected_ms: Sequence[float] = ()) -> None:
+        self._expected_ms = expected_ms
         self._measured: dict[int, tuple[float, float, int]] = {}  # by bucket: mean rows and seconds, and the last timestep
         self._timestep = 0
         self._curve: list[tuple[float, float]] | None = None  # rows and seconds, ascending
@@ -77,10 +84,10 @@ class RowCosts:
         if not curve:
             return None
         for (rows_before, before), (rows_after, after) in pairwise(curve):
-            if rows < rows_after:
-                share = max(rows - rows_before, 0) / (rows_after - rows_before)
-                return before + share * (after - before)
-        return curve[-1][1]
+            if rows_before < rows < rows_after:
+                return before + self._share(rows_before, rows, rows_after) * (after - before)
+        nearest, seconds = curve[0] if rows <= curve[0][0] else next(point for point in reversed(curve) if point[0] <= rows)
+        return seconds * (self._expected(rows) / self._expected(nearest))
 
     def added(self, rows: int) -> float:
         """The relative increase in time from one more row after ``rows`` rows; infinity beyond the number to be tried."""
@@ -88,8 +95,8 @@ class RowCosts:
             self._points()
         found = self._added.get(rows)
         if found is None:
-            now, then = self.seconds(rows), self.seconds(rows + 1)
-            found = then / now - 1 if now and then else 0.0
+            now, then = self.seconds(rows) or self._expected(rows), self.seconds(rows + 1) or self._expected(rows + 1)
+            found = then / now - 1
             found = self._added[rows] = inf if rows >= self._most_tried else found
         return found
 
@@ -98,30 +105,83 @@ class RowCosts:
             self._added.clear()
             self._measured = {bucket: one for bucket, one in self._measured.items() if self._timestep - one[2] <= _MAX_AGE}
             points = [self._measured[bucket][:2] for bucket in sorted(self._measured)]
-            self._curve = _rising(points)
+            self._curve = self._rising(points)
             self._most_tried, measured = _FIRST_TRIED, sorted(rows for rows, _ in points)
             while measured and (self._most_tried < measured[0] or any(1 < 2 * rows / self._most_tried <= 2 for rows in measured)):
                 self._most_tried *= 2
         return self._curve
+
+    def _expected(self, rows: float) -> float:
+        """What the plan expects of ``rows`` rows, in no unit. A first row is as good as free, since stages compute anyway."""
+        if not self._expected_ms:
+            return 1.0
+        place = min(max(rows - 1, 0), len(self._expected_ms) - 1)
+        before, after = self._expected_ms[int(place)], self._expected_ms[ceil(place)]
+        return before + place % 1 * (after - before)
+
+    def _share(self, before: float, rows: float, after: float) -> float:
+        """How far ``rows`` rows are on the way from fewer to more, by what the plan expects, else by their number."""
+        least, most = self._expected(before), self._expected(after)
+        if most > least:
+            return (self._expected(rows) - least) / (most - least)
+        return (rows - before) / (after - before)
+
+    def _rising(self, points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Isotonic regression: neighbouring points whose seconds fall are replaced by their mean, or by what is expected of so
+        many rows times the mean of their ratio to it (pool adjacent violators).
+        """
+        groups: list[list[tuple[float, float]]] = []
+        for point in points:
+            groups.append([point])
+            while len(groups) > 1 and self._fitted(groups[-2])[-1][1] >= self._fitted(groups[-1])[0][1]:
+                last = groups.pop()
+                groups[-1] += last
+        return [point for group in groups for point in self._fitted(group)]
+
+    def _fitted(self, group: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        expected = [self._expected(rows) for rows, _ in group]
+        ratio = sum(seconds for _, seconds in group) / sum(expected)
+        return [(rows, ratio * of_rows) for (rows, _), of_rows in zip(group, expected, strict=True)]
 
 
 def _bucket(rows: float) -> int:
     return bisect_right(BOUNDS, ceil(rows) - 1)
 
 
-def _rising(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Isotonic regression: neighbouring points whose seconds fall are replaced by their mean (pool adjacent violators)."""
-    groups: list[list[tuple[float, float]]] = []
-    for point in points:
-        groups.append([point])
-        while len(groups) > 1 and _mean(groups[-2]) >= _mean(groups[-1]):
-            last = groups.pop()
-            groups[-1] += last
-    return [(rows, _mean(group)) for group in groups for rows, _ in group]
+_OFFERED_WEIGHT = 1 / 16  # of a timestep in the mean of what rows may yield
 
 
-def _mean(group: list[tuple[float, float]]) -> float:
-    return sum(seconds for _, seconds in group) / len(group)
+class OfferedRows:
+    """The tokens that the first, the second, … row of a timestep may yield, in the mean of timesteps.
+
+    A timestep takes as long as the most rows of those in flight. Where each row costs time, rows that enter in a burst make a
+    whole passage slow, which the same rows, spread over timesteps, would not. So a number of rows has to pay in the mean of
+    timesteps.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[int, float] = {}  # by the number of rows before
+        self._offered: dict[int, float] = {}  # in this timestep
+        self._has_refused = False
+
+    def mean_with(self, rows: int, tokens: float) -> float:
+        """The mean for the row after ``rows`` rows, of which one that may yield ``tokens`` tokens wants to enter now."""
+        tokens = self._offered[rows] = max(tokens, self._offered.get(rows, 0.0))
+        mean = self._means.get(rows, 0.0)
+        return mean + _OFFERED_WEIGHT * (tokens - mean)
+
+    def refuse(self) -> None:
+        """The row does not pay, so that those after it are unknown."""
+        self._has_refused = True
+
+    def settle(self, certain_tokens: float, rows: int) -> None:
+        """End the timestep, at which ``rows`` rows enter; each that was not offered yields ``certain_tokens``."""
+        highest = max([rows - 1, *self._offered, *(() if self._has_refused else self._means)])
+        for place in range(highest + 1):
+            tokens = self._offered.get(place, certain_tokens if place < rows else 0.0)
+            mean = self._means.get(place, 0.0)
+            self._means[place] = mean + _OFFERED_WEIGHT * (tokens - mean)
+        self._offered, self._has_refused = {}, False
 
 
 _FIRST = 16  # tokens before the first trial
@@ -288,15 +348,18 @@ class Controller:
 
     Args:
         passage: timesteps from a row's entry to its verdict, at least.
+        expected_ms: as of ``RowCosts``.
     """
 
-    def __init__(self, passage: int) -> None:
+    def __init__(self, passage: int, expected_ms: Sequence[float] = ()) -> None:
         self.forwards = _INITIAL_FORWARDS
         self.children = CHILDREN[0]
         self.proposes_seen = False  # whether tokens are proposed only because they occur in the text
         self.passage = passage
         self._passages = Passages(passage)
-        self._costs = RowCosts()
+        self._offered = OfferedRows() if expected_ms else None
+        self._expected_ms = expected_ms
+        self._costs = RowCosts(expected_ms)
         self._costs_at = {passage: self._costs}  # by passage
         self._forwards_at: dict[int, int] = {}  # by passage
         self._learned_passage: int | None = None
@@ -350,7 +413,7 @@ class Controller:
         self.passage = self._trials.passage = self._first_row.passage = passage
         self._in_flight, self._recent = deque(self._in_flight, passage), deque(maxlen=passage)
         if passage not in self._costs_at:
-            self._costs_at[passage] = RowCosts()
+            self._costs_at[passage] = RowCosts(self._expected_ms)
             self._costs_at[passage].start_from(self._costs.learned)
         self._costs = self._costs_at[passage]
 
@@ -364,8 +427,18 @@ class Controller:
 
         A row that enters later than the row above it does not lose a whole passage: the rows below it are drafted by then and
         enter with it (docs/benchmarks.md, "What a row is worth").
+
+        Where each row costs time, rows mostly wait for the next timestep. Of n + 1 rows at every timestep instead of n, the last
+        saves only 1 / (n + 1) of the timesteps in which rows wait, with its chance: c / (n + 1) ≥ dt / t must hold, too.
         """
-        return tokens / self._yield >= self._costs.added(rows)
+        if self._offered is None:
+            return tokens / self._yield >= self._costs.added(rows)
+        running = max(self._in_flight[-1].running, 1) if self._in_flight else 1
+        needed = self._costs.added(rows) * max(self._yield, (rows + 1) / running)
+        pays = self._offered.mean_with(rows, tokens) >= needed
+        if not pays:
+            self._offered.refuse()
+        return pays
 
     def record_entered(self, entered: EnteredCounts) -> None:
         """Record the rows that enter at the next timestep."""
@@ -373,6 +446,8 @@ class Controller:
         if passage != self.passage:
             self._set_passage(passage)
         self._in_flight.append(entered)
+        if self._offered is not None and entered.running and self.is_speculating and not entered.prompt_rows:
+            self._offered.settle(1 / entered.running, entered.rows)
 
     def record_proposed(self, was_proposed: bool) -> None:
         """Record whether the token accepted after a drafted row was among that row's choices."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec.structs import asdict, replace
@@ -34,11 +34,15 @@ _T = TypeVar("_T")
 
 class Experience:
     """State learned from answers: the controller, earlier answers, and statistics by all that changes acceptance: sampling
-    parameters, method options, dialect, and whether answers are structured or draw on earlier ones.
+    parameters, method options, dialect, and whether answers are structured or draw on earlier ones. ``expected_ms`` as of
+    ``RowCosts``.
     """
 
-    def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, costs: LearnedCosts | None = None) -> None:
-        self.controller = Controller(passage)  # of all requests
+    def __init__(
+        self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, costs: LearnedCosts | None = None,
+        expected_ms: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        self.controller = Controller(passage, expected_ms)  # of all requests
         self.controller.start_from(prior, costs)
         self.shared_texts = SharedTexts()
         self._prior = prior

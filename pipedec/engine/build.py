@@ -21,7 +21,7 @@ from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_
 from pipedec.families import ModelConfig, ModelImpl, checkpoint_dtype, is_known, model_by_name, model_config
 from pipedec.formats import WeightFormat
 from pipedec.gguf import model_files
-from pipedec.hardware import DEVICES, reported_device
+from pipedec.hardware import DEVICES, DeviceSpec, reported_device
 from pipedec.kv import KVManager
 from pipedec.messages.run import BitaDescription
 from pipedec.model import (
@@ -40,6 +40,7 @@ from pipedec.plan.dtypes import GIVEN, Arithmetic, check_quantize, draft_dtype, 
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.partition import room_of
 from pipedec.plan.placement import Placement, even_layers, explicit_layers, rank_places
+from pipedec.plan.roofline import PassTime, expected_ms
 from pipedec.plan.spec import PipelineSpec
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.text.prompt import Prompter, fits_vocabulary, load_tokenizer, same_tokenizer, vocabulary_digest
@@ -58,7 +59,8 @@ def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSp
     """
     chosen_device(settings.cut.device)
     spec = _resolved(settings, None, in_parts)
-    spec = replace(spec, row_room=room_on(spec, gpu_names() if settings.cut.device != "cpu" else []))
+    passes = passes_on(spec, gpu_names() if settings.cut.device != "cpu" else [])
+    spec = replace(spec, row_room=room_of(passes), row_ms=expected_ms(time for _, time in passes))
     check_kv_budget(spec)
     return spec
 
@@ -79,6 +81,7 @@ def resolve_partition(config: ClusterConfig, name: str | None = None) -> Pipelin
         _resolved(settings, places, in_parts=True), servers=config.servers, duplex=config.network.duplex,
         kv_room=(plan.draft.kv_room if plan.draft else 0, *(stage.kv_room for stage in plan.stages)),
         row_room=KNEE_ROWS if settings.cut.device == "cpu" else plan.room,
+        row_ms=expected_ms(stage.timing.compute for stage in plan.stages),
     )  # fmt: skip
     check_kv_budget(spec)
     return spec
@@ -129,13 +132,13 @@ def _check_length(max_model_len: int | None, config: ModelConfig) -> None:
         )
 
 
-def room_on(spec: PipelineSpec, gpus: Sequence[str]) -> int:
-    """Rows that may enter at a timestep if any stage may be on any of these GPUs (names from their driver; see ``room_of``)."""
+def passes_on(spec: PipelineSpec, gpus: Sequence[str]) -> list[tuple[DeviceSpec, PassTime]]:
+    """A pass through every stage on each device on which it may be: these GPUs (names from their driver), or the processor."""
     formats = kept_formats(spec.settings.numbers.dequantize)
     costs = ModelCosts(model_by_name(str(spec.target)), spec.weights, KNEE_ROWS, 0, spec.settings.passage, formats=formats)
     parts = [(range(start, stop), rank == spec.topology.final_rank) for rank, (start, stop) in enumerate(spec.layers, start=1)]
     devices = [reported_device(name) or DEVICES["cpu"] for name in gpus] or [DEVICES["cpu"]]
-    return room_of((device, costs.pass_time(device, *part)) for device in devices for part in parts)
+    return [(device, costs.pass_time(device, *part)) for device in devices for part in parts]
 
 
 def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path | None, Path | None]:
@@ -238,5 +241,6 @@ def new_scheduler(
     states = state_counts(spec) if model_config(spec.target).is_recurrent else None
     kv = KVManager(kv_slots(spec), spec.kv_block, spec.shares_prefixes, None if states is None else states.snapshots)
     markov = None if spec.bita is None else load_markov(spec.bita, model_config(spec.target))
-    resources = Resources(experience or Experience(spec.settings.passage), drafter, device, spec.trained_masks, markov)
+    experience = experience or Experience(spec.settings.passage, expected_ms=spec.expected_ms)
+    resources = Resources(experience, drafter, device, spec.trained_masks, markov)
     return Scheduler(resources, kv, spec.knee, lane_sizes, states=states)

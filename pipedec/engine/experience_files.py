@@ -74,7 +74,7 @@ class KeptExperience:
                 for file in (self._acceptance_file, self._costs_file):
                     with suppress(OSError):
                         os.utime(file)  # it counts as used
-        self.experience = Experience(spec.settings.passage, acceptance, costs)
+        self.experience = Experience(spec.settings.passage, acceptance, costs, spec.expected_ms)
         self._kept = time.monotonic()
 
     def keep(self, at_once: bool = False) -> None:

@@ -16,7 +16,7 @@ from pipedec.families.registry import (
     model_by_name,
     model_config,
 )
-from pipedec.families.shapes import KVShape, Layer, LayerShape, Reach, RecurrentShape, Shape, StateCounts
+from pipedec.families.shapes import ExpertsShape, KVShape, Layer, LayerShape, Reach, RecurrentShape, Shape, StateCounts
 from pipedec.families.transformers import TransformersConfig
 
 __all__ = [

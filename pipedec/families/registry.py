@@ -13,8 +13,8 @@ from pipedec.core.values import shortened
 from pipedec.families.base import DecoderConfig, ModelConfig, rope_sets, stretched_length
 from pipedec.families.llama import LlamaConfig, MistralConfig
 from pipedec.families.olmo2 import Olmo2Config
+from pipedec.families.plan_shapes import GptOssShape, Qwen3MoeShape, Qwen35Shape
 from pipedec.families.qwen import Qwen2Config, Qwen3Config
-from pipedec.families.qwen35 import Qwen35Shape
 from pipedec.families.transformers import transformers_config
 from pipedec.formats import Formats, indexed_formats, stated_formats, typical_formats
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
@@ -46,6 +46,23 @@ def _qwen3(hidden: int, inner: int, layers: int, heads: int, **more: Any) -> Qwe
     )  # fmt: skip
 
 
+def _qwen3_moe(hidden: int, inner: int, layers: int, heads: int) -> Qwen3MoeShape:
+    return Qwen3MoeShape(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_experts=128, num_experts_per_tok=8,
+    )  # fmt: skip
+
+
+def _gpt_oss(layers: int, experts: int) -> GptOssShape:
+    """With its experts in MXFP4, as it was published."""
+    plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return GptOssShape(
+        model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=layers,
+        num_attention_heads=64, num_experts=experts, num_experts_per_tok=4,
+        formats=stated_formats({"quant_method": "mxfp4", "modules_to_not_convert": plain}),
+    )  # fmt: skip
+
+
 # Models that can be planned without their checkpoints, as they are or in a format that follows a colon (``llama-3.1-70b:awq``).
 KNOWN_MODELS: dict[str, ModelConfig] = {
     "llama-3.1-405b": _llama(16384, 53248, 126, 128),
@@ -64,6 +81,15 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
         model_type="qwen3_5_text", vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64,
         num_attention_heads=24, linear_num_value_heads=48,
     ),
+    "qwen3.6-35b-a3b": Qwen35Shape(
+        model_type="qwen3_5_moe_text", vocab_size=248320, hidden_size=2048, intermediate_size=512, num_hidden_layers=40,
+        num_attention_heads=16, num_key_value_heads=2, linear_num_value_heads=32, num_experts=256, num_experts_per_tok=8,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
+    "qwen3-30b-a3b": _qwen3_moe(2048, 768, 48, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "gpt-oss-20b": _gpt_oss(24, 32),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pipedec.formats.base import (
     file_names,
     full_name,
     is_stack,
+    matrix_shape,
     own_suffix,
 )
 from pipedec.formats.files import INDEX_FILE, SINGLE_FILE, StoredTensor, TensorFiles, known_files
@@ -32,5 +33,5 @@ __all__ = [
     "ALL_PLAIN", "DTYPE_BITS", "DTYPE_BYTES", "FLOATS", "INDEX_FILE", "KERNEL_GROUPS", "PLAIN", "ROUNDED", "SINGLE_FILE",
     "WIDENED_VALUES", "Affine", "AllRounded", "Bnb4", "FileTensor", "Float8", "Format", "Formats", "Ggml", "GgufFormats",
     "Integers", "Mxfp4", "Plain", "Rounded", "StoredTensor", "TensorFiles", "WeightFormat", "file_names", "full_name",
-    "indexed_formats", "is_stack", "known_files", "own_suffix", "stated_formats", "typical_formats",
+    "indexed_formats", "is_stack", "known_files", "matrix_shape", "own_suffix", "stated_formats", "typical_formats",
 ]  # fmt: skip

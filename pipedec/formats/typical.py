@@ -15,7 +15,10 @@ DESCRIPTIONS: dict[str, Mapping[str, Any]] = {  # each a ``quantization_config``
     "gptq": {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "checkpoint_format": "gptq",
     },
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
+    "awq": {
+        "quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True,
+        "modules_to_not_convert": ["shared_expert_gate"],
+    },
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
     "mxfp4": {"quant_method": "mxfp4"},
     "nf4": {

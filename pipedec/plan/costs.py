@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,11 +10,11 @@ from functools import cached_property
 from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
 from pipedec.core.stage_message import Load
-from pipedec.families import Layer, ModelConfig, RecurrentShape, Shape, StateCounts
-from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat
+from pipedec.families import ExpertsShape, Layer, ModelConfig, RecurrentShape, Shape, StateCounts
+from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat, matrix_shape
 from pipedec.hardware import DEVICES, DeviceSpec, LinkSpec
-from pipedec.plan.held import HeldWeights, held, together
-from pipedec.plan.roofline import PassTime, pass_time
+from pipedec.plan.held import HeldWeights, as_experts, held, together
+from pipedec.plan.roofline import ROW_OVERLAP, PassTime, pass_time
 from pipedec.plan.state_memory import NO_STATES
 
 # Assumptions about a rank on a GPU, which the driver's figures of a running rank may correct.
@@ -22,6 +23,8 @@ LIBRARY_BYTES = 150_000_000  # code of kernels, loaded when it is first used
 CUBLAS_BYTES = 2 * 32 * 2**20  # on the stream that computes and on that of the captures: 32 MiB on Hopper, 8 MiB elsewhere
 NCCL_BYTES = 2 * 2 * 8 * 4 * 2**20  # two communicators, each with 8 channels to and fro of NCCL_BUFFSIZE, 4 MiB
 PREFILL_ROWS = 512  # rows of prompts that enter at a timestep, at the most
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class ModelCosts:
     Attributes:
         formats: how weights are kept in memory; by default as the checkpoint has them, unless they are rounded.
         states: what the pools of recurrent layers hold.
+        row_overlap: of the experts of rows (see ``ExpertReads``).
         reads_headers: whether the types of tensors count that only the headers of files give. Plans, which must be the same on
             hosts with other parts of the checkpoint, go by the names in its index alone.
     """
@@ -66,6 +70,7 @@ class ModelCosts:
     formats: Formats | None = None
     reads_headers: bool = False
     states: StateCounts = NO_STATES
+    row_overlap: float = ROW_OVERLAP
 
     def memory_bytes(self, device: str) -> int:
         """Memory of a device that ranks may take: of a GPU the share that ``gpu_memory_utilization`` gives."""
@@ -161,14 +166,15 @@ class ModelCosts:
     def pass_time(self, device: DeviceSpec, layers: range, last: bool) -> PassTime:
         """One pass through a stage. Of the embedding it reads only a few rows, which do not count."""
         read = together([*(self._layers[layer] for layer in layers), self._ends(False, last)])
-        return pass_time(device, read, self.weights.dtype, len(layers), self.token_bytes(layers), self.state_bytes(layers))
+        past_bytes, state_bytes = self.token_bytes(layers), self.state_bytes(layers)
+        return pass_time(device, read, self.weights.dtype, len(layers), past_bytes, state_bytes, self.row_overlap)
 
     def layer_ms(self, device: DeviceSpec) -> list[float]:
         """A pass of ``rows`` rows through each layer alone."""
         states = [self.state_bytes(range(layer, layer + 1)) for layer in range(len(self._layers))]
         layers = list(zip(self._layers, states, strict=True))
-        dtype = self.weights.dtype
-        times = {one: pass_time(device, one[0], dtype, 1, state_bytes=one[1]).ms(self.rows) for one in set(layers)}
+        dtype, overlap = self.weights.dtype, self.row_overlap
+        times = {one: pass_time(device, one[0], dtype, 1, 0, one[1], overlap).ms(self.rows) for one in set(layers)}
         return [times[one] for one in layers]
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
@@ -184,7 +190,15 @@ class ModelCosts:
 
     @cached_property
     def _layers(self) -> tuple[HeldWeights, ...]:
-        return tuple(self._held(self.model.layer_tensors(layer)) for layer in range(self.model.num_hidden_layers))
+        return tuple(self._layer(layer, experts) for layer, experts in enumerate(self.model.experts))
+
+    def _layer(self, layer: int, experts: ExpertsShape | None) -> HeldWeights:
+        tensors = self.model.layer_tensors(layer)
+        if experts is None:
+            return self._held(tensors)
+        routed = self.model.expert_tensors(layer)
+        dense = self._held({name: shape for name, shape in tensors.items() if name not in routed})
+        return together([dense, as_experts(experts, self._held(routed))])
 
     def _ends(self, first: bool, last: bool) -> HeldWeights:
         """Weights that a stage holds beside its layers."""
@@ -193,10 +207,16 @@ class ModelCosts:
         return self._held(shapes | model.norm_tensors() | model.head_tensors(self._tensors.names) if last else shapes)
 
     def _held(self, shapes: Mapping[str, Shape]) -> HeldWeights:
-        formats = {
-            name: self._tensors.format_of(name, shape, self._formats, self.reads_headers) for name, shape in shapes.items()
-        }
-        return together([held(formats[name], shape, self.weights) for name, shape in shapes.items()])
+        """Tensors of a layer's experts that differ in the number of the expert alone are stored alike."""
+        known: dict[tuple[str, Shape], HeldWeights] = {}
+        parts = []
+        for name, shape in shapes.items():
+            kind = _EXPERT.sub(".experts.", name), shape
+            if kind not in known:
+                format = self._tensors.format_of(name, shape, self._formats, self.reads_headers)
+                known[kind] = held(format, matrix_shape(name, shape), self.weights)
+            parts.append(known[kind])
+        return together(parts)
 
     @cached_property
     def _tensors(self) -> KnownTensors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 _ERROR_SCALE, _ERROR_EXPONENT = 0.165, 0.12
 # Of replays with the default method (docs/results/drafts.md, "How large a draft").
 _MISSES, _STARTS, _LEVELS = 0.28, 0.062, 0.37
+_NARROWNESS = -0.46  # exponent of rows: a chain loses all of a passage, a tree of 16 rows per timestep as much as a larger one
 
 
 def expected_top1(share: float) -> float:
@@ -19,11 +20,13 @@ def expected_top1(share: float) -> float:
     return 1 - min(_ERROR_SCALE * share**-_ERROR_EXPONENT, 1.0)
 
 
-def timesteps_per_token(top1: float, forwards: int, passage: int) -> float:
+def timesteps_per_token(top1: float, forwards: int, passage: int, rows: int | None = None) -> float:
     """Timesteps of a token with the default method, with so many draft forwards in each.
 
     A chain of guesses loses a ``passage`` of timesteps with every wrong first choice, a tree about a quarter of it. Some
-    are lost at the start of an answer and while a level of the tree is drafted; each level is a forward of its own.
+    are lost at the start of an answer and while a level of the tree is drafted; each level is a forward of its own. ``rows`` per
+    timestep: as many as the method likes if None, else the fewer, the more like a chain.
     """
-    lost = passage * (_STARTS + _MISSES * (1 - top1))
+    misses = _MISSES if rows is None else max(_MISSES, rows**_NARROWNESS)
+    lost = passage * (_STARTS + misses * (1 - top1))
     return max(lost + _LEVELS / forwards, 1 / forwards)

@@ -7,6 +7,7 @@ Verdicts, rank 0's own work and Redis are not emulated: they take their real tim
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from pipedec.config import AUTO, ClusterConfig, DeviceConfig, RedisConfig, ServerConfig
@@ -14,7 +15,8 @@ from pipedec.config.cluster import PartitionConfig
 from pipedec.core.errors import UserError
 from pipedec.core.stage_message import Load
 from pipedec.plan.costs import RankTiming
-from pipedec.plan.partition import Plan, knee_of
+from pipedec.plan.partition import Plan, whole_rows
+from pipedec.plan.roofline import expected_ms
 
 GPUS_PER_SERVER = 7
 
@@ -70,15 +72,20 @@ class Emulation:
 
     @property
     def timestep_ms(self) -> float:
-        """How long a timestep of as many rows as the knee takes, in slow motion."""
-        load = Load(self.knee)
+        """How long a timestep of as many rows as there is room for takes, in slow motion."""
+        load = Load(self.room)
         drafting_ms = self.draft.compute_ms(load) if self.draft else 0.0
         return self.slow_motion * max(drafting_ms, *(stage.compute_ms(load) + stage.send_ms(load.rows) for stage in self.stages))
 
     @property
-    def knee(self) -> int:
-        """Rows per timestep up to which a further row costs nothing (see ``Plan.knee``)."""
-        return knee_of(self.stages)
+    def room(self) -> int:
+        """Rows that may enter at a timestep: up to the knee, or with experts as ``PassTime.room_rows`` says."""
+        return whole_rows(stage.compute.room_rows for stage in self.stages)
+
+    @cached_property
+    def expected_ms(self) -> tuple[float, ...]:
+        """As ``roofline.expected_ms``."""
+        return expected_ms(stage.compute for stage in self.stages)
 
 
 def with_stages(config: ClusterConfig, name: str, stages: int) -> ClusterConfig:

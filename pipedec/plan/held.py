@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from pipedec.families import ExpertsShape
 from pipedec.formats import Affine, Bnb4, Format, Ggml, Mxfp4, Plain, Rounded, WeightFormat
 from pipedec.formats.base import Shape
 
@@ -25,6 +26,7 @@ class HeldWeights:
         kernel_bytes: of those, of quantized matrices that a kernel for GPUs reads as they are.
         widening_bytes: memory traffic of a GPU that widens the other quantized matrices for each product.
         widened_bytes: of a weight, at the most, while it is widened there; 0 if none is.
+        experts: the routed experts among them, by their shape: all are in memory, but a pass reads those of its rows alone.
     """
 
     parameters: int = 0
@@ -32,10 +34,22 @@ class HeldWeights:
     kernel_bytes: int = 0
     widening_bytes: int = 0
     widened_bytes: int = 0
+    experts: tuple[tuple[ExpertsShape, HeldWeights], ...] = ()
+
+    @property
+    def dense(self) -> HeldWeights:
+        """Those that every row computes with."""
+        routed = [part for _, part in self.experts]
+        return replace(
+            self, parameters=self.parameters - sum(part.parameters for part in routed),
+            num_bytes=self.num_bytes - sum(part.num_bytes for part in routed),
+            kernel_bytes=self.kernel_bytes - sum(part.kernel_bytes for part in routed),
+            widening_bytes=self.widening_bytes - sum(part.widening_bytes for part in routed), experts=(),
+        )  # fmt: skip
 
     def read_bytes(self, on_gpu: bool) -> int:
-        """Memory traffic of one pass. A GPU without a kernel widens matrices in its memory, where each operation reads and writes
-        them again. A processor widens them in its cache.
+        """Memory traffic of one pass in which all are read. A GPU without a kernel widens matrices in its memory, where each
+        operation reads and writes them again. A processor widens them in its cache.
         """
         return self.num_bytes + (self.widening_bytes if on_gpu else 0)
 
@@ -59,7 +73,19 @@ def together(parts: Sequence[HeldWeights]) -> HeldWeights:
         sum(part.kernel_bytes for part in parts),
         sum(part.widening_bytes for part in parts),
         max((part.widened_bytes for part in parts), default=0),
+        _by_shape([one for part in parts for one in part.experts]),
     )
+
+
+def as_experts(shape: ExpertsShape, weights: HeldWeights) -> HeldWeights:
+    """The weights of all routed experts of a layer."""
+    return replace(weights, experts=((shape, weights),))
+
+
+def _by_shape(experts: Sequence[tuple[ExpertsShape, HeldWeights]]) -> tuple[tuple[ExpertsShape, HeldWeights], ...]:
+    """Experts of the same shape together, of all layers."""
+    shapes = dict.fromkeys(shape for shape, _ in experts)
+    return tuple((shape, together([part for other, part in experts if other == shape])) for shape in shapes)
 
 
 def _widening(format: Format, element_bytes: int) -> tuple[int, int]:

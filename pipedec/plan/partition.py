@@ -25,7 +25,7 @@ from pipedec.plan.curves import expected_top1, timesteps_per_token
 from pipedec.plan.dtypes import Arithmetic, check_quantize, draft_dtype, kept_formats, target_dtype
 from pipedec.plan.kv_memory import CPU_BLOCK, CUDA_BLOCK, DEFAULT_BYTES, TREE_ROWS, KVBudget, RankBudget
 from pipedec.plan.placement import Placement, balance, even_layers, explicit_layers, place_ranks
-from pipedec.plan.roofline import PassTime
+from pipedec.plan.roofline import ROW_OVERLAP, PassTime
 from pipedec.plan.state_memory import counted_states, rows_in_flight
 from pipedec.topology import Topology
 
@@ -93,17 +93,20 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a partition's ranks where links take none, as on one machine, for a plan with data sheets that say little.
+    """Measurements, for a plan with data sheets that say little. Times are those of a partition's ranks where links take none, as
+    on one machine.
 
     Attributes:
         pass_ms: of one row through all stages, a token of ``pp``. The draft differs from its data sheet as they do.
         timestep_ms: of the default method, the least that it takes.
         timesteps_per_token: of the default method, with as many timesteps in flight as there are groups.
+        row_overlap: of the experts of a mixture's rows (see ``ExpertReads``); 0 for rows that are routed independently.
     """
 
     pass_ms: float | None = None
     timestep_ms: float | None = None
     timesteps_per_token: float | None = None
+    row_overlap: float = ROW_OVERLAP
 
 
 @dataclass(frozen=True)
@@ -144,12 +147,21 @@ class Plan:
 
     @property
     def knee(self) -> int:
-        """Rows per timestep up to which the stages are bound by reading weights, so that a further row costs nothing."""
-        return knee_of(stage.timing for stage in self.stages)
+        """Rows per timestep up to which the stages are bound by reading weights, so that a further row costs nothing. 1 with
+        routed experts, of which each row reads its own.
+        """
+        return whole_rows(stage.timing.compute.knee_rows for stage in self.stages)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the rows of a timestep are routed to experts, so that each costs time."""
+        return any(stage.timing.compute.experts for stage in self.stages)
 
     @property
     def room(self) -> int:
-        """Rows that may enter at a timestep (see ``room_of``): as many as the default method sends, at most."""
+        """Rows that may enter at a timestep (see ``room_of``): as many as the default method sends, at most; with experts it
+        sends as many as pay.
+        """
         return room_of((DEVICES[stage.placement.device], stage.timing.compute) for stage in self.stages)
 
     @property
@@ -161,9 +173,9 @@ class Plan:
         """As ``timestep_ms``, with so many rows."""
         return self._timestep_ms(Load(rows), self.draft.timing.compute_ms(Load(rows)) if self.draft else 0.0)
 
-    def timestep_drafting(self, drafting_ms: float) -> float:
-        """A timestep with as many rows as there is room for, in which the draft's forwards take so long."""
-        return self._timestep_ms(Load(self.room), max(drafting_ms, self.measured.timestep_ms or 0.0))
+    def timestep_drafting(self, drafting_ms: float, rows: int | None = None) -> float:
+        """A timestep with so many rows, by default as many as there is room for, in which the draft's forwards take so long."""
+        return self._timestep_ms(Load(rows or self.room), max(drafting_ms, self.measured.timestep_ms or 0.0))
 
     @property
     def top1(self) -> float:
@@ -185,24 +197,35 @@ class Plan:
 
     def speculating_ms(self, top1: float, forward_ms: float) -> float:
         """Time per output token of the default method with a draft of this accuracy and so long a forward, and as many forwards
-        per timestep as make a token fastest."""
-        more = self._timesteps_more_than_estimated(top1, forward_ms)
+        per timestep as make a token fastest. With experts also as many rows, by an estimate of what a tree of so many loses.
+        """
+        more, rows = self._timesteps_more_than_estimated(top1, forward_ms), self._entering_rows
         return min(
-            more * timesteps_per_token(top1, forwards, self.passage) * self.timestep_drafting(forwards * forward_ms)
+            more * timesteps_per_token(top1, forwards, self.passage, tree) * self.timestep_drafting(forwards * forward_ms, tree)
             for forwards in range(1, MAX_FORWARDS + 1)
+            for tree in rows
         )
+
+    @property
+    def _entering_rows(self) -> Sequence[int | None]:
+        """Numbers of rows among which the default method's best is; None for as many as it likes, where a row costs nothing."""
+        return [1 << power for power in range(self.room.bit_length())] if self.has_experts else [None]
 
     def _timesteps_more_than_estimated(self, top1: float, forward_ms: float) -> float:
         """The measured timesteps of a token, in which as many forwards fitted, by the estimated ones; 1 without a measurement."""
         if self.measured.timesteps_per_token is None:
             return 1.0
-        timestep_ms = self.measured.timestep_ms or replace(self, passage=self.num_groups).timestep_drafting(0.0)
+        full = replace(self, passage=self.num_groups)
+        timestep_ms = self.measured.timestep_ms or full.timestep_drafting(0.0, self._entering_rows[0])
         fitted = MAX_FORWARDS if forward_ms == 0 else min(max(int(timestep_ms / forward_ms), 1), MAX_FORWARDS)
         return self.measured.timesteps_per_token / timesteps_per_token(top1, fitted, self.num_groups)
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """Time to first token in an empty pipeline. The prompt passes in chunks at the knee, one after the other."""
-        return (self.passage + ceil(prompt_tokens / self.knee) - 1) * self._timestep_ms(Load(self.knee, prompt_tokens // 2))
+        """Time to first token in an empty pipeline. The prompt passes in chunks at the knee, one after the other; with experts,
+        in chunks that fill the room.
+        """
+        chunk = min(self.room, prompt_tokens) if self.has_experts else self.knee
+        return (self.passage + ceil(prompt_tokens / chunk) - 1) * self._timestep_ms(Load(chunk, prompt_tokens // 2))
 
     @property
     def tpot_ms(self) -> float:
@@ -244,20 +267,21 @@ class Plan:
         return timestep_ms if self.duplex == "half" else max(timestep_ms, ring_ms / self.passage)
 
 
-def knee_of(stages: Iterable[RankTiming]) -> int:
-    """The smallest of the stages' knees, in whole rows, at least 1."""
-    return max(1, floor(min(stage.compute.knee_rows for stage in stages)))
+def whole_rows(of_stages: Iterable[float]) -> int:
+    """The fewest rows of any stage, in whole rows, at least 1."""
+    return max(1, floor(min(of_stages)))
 
 
 def room_of(stages: Iterable[tuple[DeviceSpec, PassTime]]) -> int:
-    """Rows that may enter at a timestep of stages on these devices: those that the slowest computes in about the time of one.
+    """Rows that may enter at a timestep of stages on these devices: those that the slowest computes in about the time of one, or
+    with experts fast (see ``PassTime.room_rows``).
 
-    On a GPU this is the largest power of two up to the knee, since captured forwards have a power of two of rows and compute as
+    On a GPU this is the largest power of two up to these, since captured forwards have a power of two of rows and compute as
     many. The figures of a processor are nominal: ``KNEE_ROWS``.
     """
     rooms = []
     for device, time in stages:
-        power_of_two = 1 << max(floor(time.knee_rows), 1).bit_length() - 1
+        power_of_two = 1 << max(floor(time.room_rows), 1).bit_length() - 1
         rooms.append(min(CAPTURED_ROWS, power_of_two) if device.is_gpu else KNEE_ROWS)
     return min(rooms)
 
@@ -277,8 +301,9 @@ def _passage(made: Plan, settings: Settings) -> int:
     if settings.cluster.passage != AUTO or settings.cluster.dispatch == "tasks" or made.duplex == "half":
         return settings.passage
     forward_ms = 0.0 if made.draft is None else made.draft.timing.compute_ms(Load(DRAFTED_ROWS))
-    shortest_ms = replace(made, passage=MAX_PASSAGE).timestep_drafting(0.0)
-    filled = ceil(made.pass_ms(Load(made.room)) / shortest_ms)  # more do not make a timestep shorter
+    rows = 1 if made.has_experts else made.room
+    shortest_ms = replace(made, passage=MAX_PASSAGE).timestep_drafting(0.0, rows)
+    filled = ceil(made.pass_ms(Load(rows)) / shortest_ms)  # more do not make a timestep shorter
     paces = {
         passage: replace(made, passage=passage).speculating_ms(made.top1, forward_ms)
         for passage in (groups, *range(groups + 1, min(max(filled, groups + 1), MAX_PASSAGE) + 1))
@@ -300,7 +325,7 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     check_quantize("quantize", weights.quantize, config.target, target)
     shares = settings.limits.prefix_cache and not target.depends_on_length
     utilization, formats = settings.limits.gpu_memory_utilization, kept_formats(settings.numbers.dequantize)
-    costs = ModelCosts(target, weights, width, max_model_len, passage, utilization, formats)
+    costs = ModelCosts(target, weights, width, max_model_len, passage, utilization, formats, row_overlap=measured.row_overlap)
     kept = target.formats if formats is None else formats
     numbers = str(weights) if kept is ALL_PLAIN else f"{weights}, weights in {kept.title}"
     entry = config.network.link(found.host, places[0].host)

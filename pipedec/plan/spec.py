@@ -42,6 +42,7 @@ class PipelineSpec:
         kv_room: for each rank, from 0, the bytes for keys and values that a cluster.yaml leaves; None without one.
         agreed_slots: of every rank's KV pool, once ranks on GPUs have measured their memory; None before, and where none does.
         row_room: rows that may enter at a timestep of the stages' devices (see ``room_of``).
+        row_ms: as ``expected_ms``, of the stages' devices.
     """
 
     settings: Settings
@@ -57,6 +58,7 @@ class PipelineSpec:
     kv_room: tuple[int, ...] | None = None
     agreed_slots: int | None = None
     row_room: int = KNEE_ROWS
+    row_ms: tuple[float, ...] = ()
 
     def replaced(self, **values: Any) -> PipelineSpec:
         """With other settings by name, which are not checked."""
@@ -127,8 +129,13 @@ class PipelineSpec:
 
     @property
     def knee(self) -> int:
-        """Rows that a stage computes in about the time of one: on the emulated devices, or on its own."""
-        return self.emulation.knee if self.emulation else self.row_room
+        """Rows that may enter at a timestep: on the emulated devices, or on its own (see ``room_of``)."""
+        return self.emulation.room if self.emulation else self.row_room
+
+    @property
+    def expected_ms(self) -> tuple[float, ...]:
+        """Milliseconds of a timestep of 1, 2, … rows, on the emulated devices, or on its own; empty without routed experts."""
+        return self.emulation.expected_ms if self.emulation else self.row_ms
 
     @property
     def max_context(self) -> int:

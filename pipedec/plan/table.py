@@ -18,6 +18,8 @@ from pipedec.plan.placement import Placement
 from pipedec.plan.state_memory import NO_STATES
 
 _PROMPT_TOKENS = 1000
+_EXPERT_ROWS = (1, 4, 16, 64)
+_KNEE = "rows per timestep, up to which a further row costs nothing", "row per timestep: every further row reads more experts"
 _REQUEST_TOKENS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
 
@@ -83,7 +85,6 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         "",
     ]
     most = plan.kv.max_num_seqs if plan.states == NO_STATES else min(plan.kv.max_num_seqs, plan.states.states)
-    hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
     sizes = sorted(plan.kv.tokens * rank.token_bytes / GIGA for rank in plan.kv.ranks)
     kv_gb = f"{sizes[0]:.1f}" if sizes[0] == sizes[-1] else f"{sizes[0]:.1f} to {sizes[-1]:.1f}"
     parts = Counter[Placement]()  # bytes of the ranks that share a GPU
@@ -95,14 +96,13 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         *([] if plan.shared_stage is None else sharing),
         f"Expected with {plan.rows} rows per timestep:",
         f"  timestep             {plan.timestep_ms:7.1f} ms   per token, as long as every token is a hit",
-        f"{f'  timestep, {plan.room} rows':<21}  {plan.timestep_with(plan.room):7.1f} ms   as many as the default method sends, "
-        f"a hop in {hop_ms:.1f} ms",
+        *_with_more_rows(plan),
         f"  whole pipeline       {plan.timestep_ms * plan.passage:7.1f} ms   per miss: one passage",
         *_in_flight(plan),
         f"  plain pipeline (pp)  {plan.tpot_ms:7.1f} ms   per token, without speculation",
         *([] if drafted_ms is None else [f"  default method       {drafted_ms:7.1f} ms   per token, estimated"]),
         f"  first token          {plan.ttft_ms(_PROMPT_TOKENS):7.1f} ms   of a prompt of {_PROMPT_TOKENS:,} tokens",
-        f"  knee                 {plan.knee:7,} rows per timestep, up to which a further row costs nothing",
+        f"  knee                 {plan.knee:7,} {_KNEE[plan.has_experts]}",
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *_states(plan),
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
@@ -110,6 +110,18 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         f"Requests that have memory at the same time ({most:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
         _line("requests", [f"{plan.kv.requests(tokens):,}" for tokens in _REQUEST_TOKENS]),
+    ]
+
+
+def _with_more_rows(plan: Plan) -> list[str]:
+    """A line about a timestep of other numbers of rows: as many as there is room for, or, with experts, several."""
+    if plan.has_experts:
+        shown = ", ".join(f"{rows}: {plan.timestep_with(rows):.1f}" for rows in _EXPERT_ROWS)
+        return [f"  timestep by rows     {shown} ms; prompts enter by {plan.room}"]
+    hop_ms = max(stage.timing.send_ms(plan.room) for stage in plan.stages)
+    rows = f"  timestep, {plan.room} rows"
+    return [
+        f"{rows:<21}  {plan.timestep_with(plan.room):7.1f} ms   as many as the default method sends, a hop in {hop_ms:.1f} ms"
     ]
 
 

@@ -39,7 +39,7 @@ def measure_acceptance(
     spec = resolve(
         Settings.of(target=target, draft=draft, bita="none", stages=1, priors=False, dtype="float32", draft_dtype="float32")
     )
-    experience = Experience(spec.settings.passage)
+    experience = Experience(spec.settings.passage, expected_ms=spec.expected_ms)
     pipeline = LocalPipeline.load(spec, experience=experience)
     sampling = SamplingParams(max_tokens=new_tokens)
     chosen = list(islice(_in_turn(prompts), count))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_ratios_follow_from_the_rows(tmp_path: Path) -> None:
     assert (still.ring_ms, slow.ring_ms) == (0, 120)
 
     def planned(point: Point, times: MeasuredTimes) -> tuple[float, float]:
-        assert astuple(times) == pytest.approx((30, 10 / 1.4, 1.4))
+        assert (times.pass_ms, times.timestep_ms, times.timesteps_per_token) == pytest.approx((30, 10 / 1.4, 1.4))
         return point.ring_ms + 30, 50
 
     assert ratios(points, planned)[slow] == pytest.approx({

@@ -15,12 +15,12 @@ from support.tiny_pair import Pair
 from pipedec.config import DeviceConfig, ServerConfig, Settings
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
-from pipedec.engine.build import resolve, resolve_partition, room_on, weights_on
+from pipedec.engine.build import passes_on, resolve, resolve_partition, weights_on
 from pipedec.engine.devices import arithmetic_of
 from pipedec.formats import WeightFormat
 from pipedec.plan.dtypes import Arithmetic
 from pipedec.plan.emulation import Emulation
-from pipedec.plan.partition import plan
+from pipedec.plan.partition import plan, room_of
 from pipedec.plan.spec import run_description
 
 CPU = torch.device("cpu")
@@ -144,7 +144,7 @@ def test_without_a_cluster_file_the_gpus_say_how_many_rows_enter_at_a_timestep(
     monkeypatch.setattr("pipedec.engine.build.gpu_names", lambda: ["NVIDIA A100-SXM4-80GB"])
     assert resolve(settings.replaced(device="cpu")).knee == KNEE_ROWS
     quantized = resolve(settings.replaced(device="cpu", quantize="int4"))
-    assert room_on(quantized, ["NVIDIA GeForce RTX 3090"]) == 16
+    assert room_of(passes_on(quantized, ["NVIDIA GeForce RTX 3090"])) == 16
 
 
 def test_the_kv_budget_counts_as_many_rows_as_enter(pair: Pair) -> None:

@@ -65,7 +65,7 @@ def test_slow_motion_has_bounds(factor: float) -> None:
 
 def test_a_timestep_lasts_as_long_as_the_slowest_rank_s_in_slow_motion() -> None:
     made = emulation(slow_motion=10.0)
-    load = Load(made.knee)
+    load = Load(made.room)
     assert made.timestep_ms == pytest.approx(10 * (made.stages[0].compute_ms(load) + made.stages[0].send_ms(load.rows)))
     assert made.draft is not None
     slow = replace(made, draft=replace(made.draft, compute=PassTime(1000, 0.1, 0)))
@@ -182,8 +182,8 @@ def test_rank_0_s_own_work_counts_before_and_beside_the_stages() -> None:
 
 def test_the_knee_is_that_of_the_stage_that_computes_first() -> None:
     stages = (RankTiming(PassTime(10, 2, 0), SLOW_LINK, 0), RankTiming(PassTime(9, 1, 0), SLOW_LINK, 0))
-    assert Emulation("test", 1.0, None, stages).knee == 5
-    assert Emulation.of_plan(plan(paper_cluster(), "paper-14")).knee == plan(paper_cluster(), "paper-14").knee == 76
+    assert Emulation("test", 1.0, None, stages).room == 5
+    assert Emulation.of_plan(plan(paper_cluster(), "paper-14")).room == plan(paper_cluster(), "paper-14").knee == 76
 
 
 def test_pacer_sleeps_the_rest_and_reports_overruns() -> None:

@@ -14,7 +14,7 @@ from pipedec.config import DeviceConfig, ServerConfig, Settings
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
 from pipedec.families import KNOWN_MODELS, StateCounts
-from pipedec.families.qwen35 import Qwen35Shape
+from pipedec.families.plan_shapes import Qwen35Shape
 from pipedec.formats import WeightFormat
 from pipedec.hardware import DEVICES
 from pipedec.plan.budgets import check_kv_budget, draft_state_counts, kv_budget, kv_slots, rank_needs, state_counts
