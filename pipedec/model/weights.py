@@ -72,12 +72,13 @@ class Checkpoint:
             for one, tensor in stored.items():
                 if one not in elsewhere and not (tensor.is_optional and one not in self):
                     self.check_tensor(one, tensor)
-            expected |= stored.keys()
-            unused |= {full_name(name, suffix) for suffix in format.unused}
+            expected.update(stored)
+            unused.update(full_name(name, suffix) for suffix in format.unused)
         for name in (unused - expected) & files.places.keys():
             self._check_unused(name)
+        known = expected | unused
         for name in files.file_of:
-            if name not in expected | unused and not config.ignores(name):
+            if name not in known and not config.ignores(name):
                 raise UserError(
                     f"{files.file_of[name]}: tensor {name} is not part of this {config.model_type} model: "
                     "config.json and the weights do not belong together"
