@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,7 @@ class TensorPlace:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> TensorPlace:
-        """The place that ``asdict`` has written."""
+        """The place that ``TensorIndex.save`` has written."""
         known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
         orders = {
             name: BlockOrder(found["size"], tuple(found["places"]))
@@ -127,8 +127,8 @@ class TensorIndex:
 
     def save(self, directory: Path) -> None:
         file = self.file.name if self.file.parent == directory else str(self.file)
-        document = {"file": file, "tensors": {name: asdict(place) for name, place in self.tensors.items()}}
-        (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
+        document = json.dumps({"file": file, "tensors": self.tensors}, default=vars)
+        (directory / INDEX_FILE).write_text(document, encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
         """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C], or matrices of a stack, [matrices, R, C];

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
 from pipedec.families.base import rope_type
-from pipedec.families.skeleton import has_experts, is_recurrent, module_cache, replace_functions, skeleton, stated_config
+from pipedec.families.skeleton import is_recurrent, module_cache, replace_functions, skeleton, stated_config
 from pipedec.families.transformers import Place, TransformersConfig
 from pipedec.formats import Format
 from pipedec.model.attention import LatentAttention, Rows
@@ -53,6 +53,7 @@ class ModuleLayers(StageLayers):
         self._stored: dict[str, list[str]] = {}  # names in the checkpoint, by parameter, in the order of their rows
         for name, place in sorted(config.places.items(), key=lambda item: (item[1].expert or 0, item[1].rows or (0, 0))):
             self._stored.setdefault(str(place), []).append(name)
+        self._expert_parts: list[Experts] = []
         self._embedding_VE: Matrix | None = None
         self._causal: Any = skeleton(stated_config(config.directory), _FUNCTIONS, storage.dtype)
         self._model, self._normed = self._causal.get_submodule(self._names.decoder), _Normed()
@@ -87,6 +88,8 @@ class ModuleLayers(StageLayers):
             )  # fmt: skip
         finally:
             _forward.reset(before)
+        if self._expert_parts:
+            self.experts_read = sum(experts.num_read for experts in self._expert_parts)
         hidden_1RE: Tensor = output.last_hidden_state
         return hidden_1RE[0]
 
@@ -123,7 +126,7 @@ class ModuleLayers(StageLayers):
         modules = [module for root in (self._model, self._norm, self._causal) for module in root.modules()]
         matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
         found = [tensor for matrix in matrices.values() for tensor in matrix.tensors()]
-        found += [tensor for module in modules if has_experts(module) for tensor in module.pipedec_experts.tensors()]
+        found += [tensor for experts in self._expert_parts for tensor in experts.tensors()]
         states = [root.state_dict(keep_vars=True).values() for root in (self._model, self._norm)]
         found += [tensor for state in states for tensor in state if not tensor.is_meta]
         return found if self._embedding_VE is None else [*found, *self._embedding_VE.tensors()]
@@ -203,6 +206,7 @@ class ModuleLayers(StageLayers):
             names = [name for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3]
             matrices = {name: self._expert_matrices(path, name, checkpoint) for name in names}
             module.pipedec_experts = Experts(self.products, matrices)
+            self._expert_parts.append(module.pipedec_experts)
         experts: Experts = module.pipedec_experts
         return experts
 

@@ -24,6 +24,7 @@ CUBLAS_BYTES = 2 * 32 * 2**20  # on the stream that computes and on that of the 
 NCCL_BYTES = 2 * 2 * 8 * 4 * 2**20  # two communicators, each with 8 channels to and fro of NCCL_BUFFSIZE, 4 MiB
 PREFILL_ROWS = 512  # rows of prompts that enter at a timestep, at the most
 
+_PAYING_ROWS = 4
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -170,12 +171,17 @@ class ModelCosts:
         return pass_time(device, read, self.weights.dtype, len(layers), past_bytes, state_bytes, self.row_overlap)
 
     def layer_ms(self, device: DeviceSpec) -> list[float]:
-        """A pass of ``rows`` rows through each layer alone."""
+        """A pass of ``usual_rows`` rows through each layer alone."""
         states = [self.state_bytes(range(layer, layer + 1)) for layer in range(len(self._layers))]
         layers = list(zip(self._layers, states, strict=True))
         dtype, overlap = self.weights.dtype, self.row_overlap
-        times = {one: pass_time(device, one[0], dtype, 1, 0, one[1], overlap).ms(self.rows) for one in set(layers)}
+        times = {one: pass_time(device, one[0], dtype, 1, 0, one[1], overlap).ms(self.usual_rows) for one in set(layers)}
         return [times[one] for one in layers]
+
+    @property
+    def usual_rows(self) -> int:
+        """Rows of a timestep for which layers are balanced: a whole tree layer, or with routed experts about as many as pay."""
+        return min(self.rows, _PAYING_ROWS) if any(self.model.experts) else self.rows
 
     def room(self, device: str, first: bool, last: bool, taken_bytes: int = 0) -> int:
         """Bytes that a device leaves for layers beside everything else, of which another rank may have taken a part. Below 0 if

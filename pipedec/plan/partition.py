@@ -413,7 +413,8 @@ def _split(costs: ModelCosts, cut: Cut, places: Sequence[Placement], draft: Stag
     ends = [(stage == 0, stage == stages - 1) for stage in range(stages)]
     devices = [DEVICES[place.device] for place in places]
     layer_ms = [costs.layer_ms(device) for device in devices]
-    extra_ms = [costs.pass_time(device, range(0), last).ms(costs.rows) for device, (_, last) in zip(devices, ends, strict=True)]
+    rows = costs.usual_rows
+    extra_ms = [costs.pass_time(device, range(0), last).ms(rows) for device, (_, last) in zip(devices, ends, strict=True)]
     taken = [0] * stages
     if draft and draft.placement in places:
         shared = places.index(draft.placement)

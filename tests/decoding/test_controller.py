@@ -13,8 +13,9 @@ from pipedec.core.limits import MAX_FORWARDS
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.decoding.acceptance import AcceptanceModel
-from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, FirstRow, RowCosts, TimestepTiming, Trials
+from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, FirstRow, TimestepTiming, Trials
 from pipedec.decoding.experience import Experience
+from pipedec.decoding.row_costs import RowCosts
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 5

@@ -12,9 +12,10 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.decoding import Experience
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
-from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, RowCosts, TimestepTiming
+from pipedec.decoding.controller import CHILDREN, Controller, EnteredCounts, TimestepTiming
 from pipedec.decoding.learned import GREEDY, NOTHING_LEARNED, LearnedAcceptance, LearnedCosts, LearnedRates, MeasuredRows, kind_of
 from pipedec.decoding.proposers import Match, MatchRates
+from pipedec.decoding.row_costs import RowCosts
 from pipedec.methods import BestFirstOptions
 
 PASSAGE = 4

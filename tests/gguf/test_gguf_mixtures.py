@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from architectures.answers import PROMPTS, check_greedy
-from architectures.zoo import LAYERS, VOCABULARY, save_model
+from architectures.zoo import VOCABULARY, save_model
 from safetensors.numpy import load_file, save_file
 from support.gguf_architectures import NAMES
-from support.gguf_files import Floats, assert_reads, gguf_refusal, save_gguf, tensors_of, values_in
+from support.gguf_files import K_TYPES, Floats, assert_reads, gguf_refusal, save_gguf, tensors_of, values_in
 from support.llama_cpp import LlamaCpp
 
 from pipedec.checkpoints import TensorFiles
@@ -29,19 +29,25 @@ from pipedec.verify.reference import load_transformers
 pytestmark = pytest.mark.usefixtures("own_cache")
 YARN = {"rope_type": "yarn", "rope_theta": 150_000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-WINDOWS = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
 SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
-LINEAR = {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": None}
+LINEAR = {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LAYERS = 3
+
+
+def alternating(kind: str) -> list[str]:
+    return [kind, "full_attention", kind]
+
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2_moe", {}),
     "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "mixtral": ("mixtral", {"sliding_window": None}),
-    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN, "layer_types": WINDOWS}),
+    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN, "layer_types": alternating("sliding_attention")}),
     "glm4moe": ("glm4_moe", {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "n_shared_experts": 2}),
     "glm4moe-groups": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 2}),
-    "qwen35moe": ("qwen3_5_moe_text", {"rope_parameters": SECTIONS, **LINEAR}),
+    "qwen35moe": ("qwen3_5_moe_text", {"rope_parameters": SECTIONS, "layer_types": alternating("linear_attention"), **LINEAR}),
 }
-WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "shared_expert_intermediate_size": 256}
+SIZES = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 64)
 UNIMPORTANT = {"dtype", "transformers_version", "architectures", "_name_or_path", "initializer_range", "num_nextn_predict_layers"}
 UNIMPORTANT |= {"bos_token_id", "pad_token_id", "eos_token_id", "max_window_layers"}
 
@@ -50,8 +56,7 @@ def write(name: str, folder: Path, changes: dict[str, Any] | None = None, **opti
     """A checkpoint, and the GGUF file of it. Values of norms have few digits, so that adding to them loses none."""
     model_type, usual = MODELS[name]
     source = folder / "source"
-    known = usual | (changes or {})
-    save_model(model_type, source, **known)
+    save_model(model_type, source, num_hidden_layers=LAYERS, **usual | (changes or {}))
     tensors = load_file(source / "model.safetensors")
     save_file({key: np.round(values * 256) / 256 if "norm" in key else values for key, values in tensors.items()},
               source / "model.safetensors", {"format": "pt"})  # fmt: skip
@@ -72,17 +77,23 @@ def test_config_and_tensors_are_those_that_were_written(name: str, tmp_path: Pat
     assert_reads(file, as_read(load_file(source / "model.safetensors")))
 
 
+@pytest.mark.in_turn(2)
+@pytest.mark.fast_cases("qwen3moe-Q4_K", "gpt-oss-MXFP4")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("qwen3moe", "Q4_K"), ("qwen2moe", "MXFP4"), ("gpt-oss", "MXFP4"), ("gpt-oss", "Q6_K"), ("glm4moe", "BF16")],
 )
 def test_blocks_keep_the_values_of_the_library(name: str, kind: str, tmp_path: Path) -> None:
-    source, file = write(name, tmp_path, WIDE, kind=kind, kinds={".bias": "F32"})
+    source, file = write(
+        name, tmp_path, dict.fromkeys(SIZES, 256) if kind in K_TYPES else SIZES, kind=kind, kinds={".bias": "F32"}
+    )
     assert_reads(file, as_read(values_in(file, source, tmp_path)))
     experts = {place.read_type for key, place in TensorIndex.load(model_files(file)).tensors.items() if "experts" in key}
     assert experts - {"F32"} == {kind} or kind == "F32"
 
 
+@pytest.mark.in_turn(2)
+@pytest.mark.fast_cases("qwen3moe-Q8_0-mixed", "gpt-oss-F32-same", "gpt-oss-MXFP4-mixed", "glm4moe-groups-F16-same")
 @pytest.mark.parametrize(
     ("name", "kind", "kinds"),
     [
@@ -90,10 +101,11 @@ def test_blocks_keep_the_values_of_the_library(name: str, kind: str, tmp_path: P
         ("gpt-oss", "MXFP4", {".bias": "F32", "attn": "Q8_0"}), ("glm4moe-groups", "F16", None), ("glm4moe", "Q8_0", None),
         ("qwen35moe", "Q8_0", None), ("mixtral", "Q4_0", {"gate_exps": "Q8_0"}), ("qwen2moe", "Q5_1", None),
     ],
+    ids=lambda value: value if isinstance(value, str) else "same" if value is None else "mixed",
 )  # fmt: skip
 def test_answers_are_those_of_the_checkpoint(name: str, kind: str, kinds: dict[str, str] | None, tmp_path: Path) -> None:
     """In fewer bits: those of a checkpoint with the values that the file has."""
-    source, file = write(name, tmp_path, WIDE | {"hidden_size": 64}, kind=kind, kinds=kinds)
+    source, file = write(name, tmp_path, SIZES, kind=kind, kinds=kinds)
     save_file(values_in(file, source, tmp_path), source / "model.safetensors", {"format": "pt"})
     check_greedy(source, file)
 
@@ -101,7 +113,7 @@ def test_answers_are_those_of_the_checkpoint(name: str, kind: str, kinds: dict[s
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe"])
 def test_gates_in_another_type_than_what_they_close(name: str, tmp_path: Path) -> None:
     """Where they are one matrix in the checkpoint, its values are widened."""
-    source, file = write(name, tmp_path, WIDE, kind="Q8_0", kinds={".bias": "F32", "gate_exps": "Q4_0"})
+    source, file = write(name, tmp_path, SIZES, kind="Q8_0", kinds={".bias": "F32", "gate_exps": "Q4_0"})
     assert_reads(file, as_read(values_in(file, source, tmp_path)))
     types = {place.read_type for key, place in TensorIndex.load(model_files(file)).tensors.items() if ".experts." in key}
     assert types == ({"F32", "Q8_0"} if name == "gpt-oss" else {"Q4_0", "Q8_0"})
@@ -129,8 +141,8 @@ def test_gates_in_one_tensor_with_what_they_close(tmp_path: Path) -> None:
 
 
 def test_the_layer_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None:
-    ahead = {f"blk.5.{part}.weight": np.ones((64, 128), np.float32) for part in ("nextn.eh_proj", "attn_q", "ffn_up_exps")}
-    fields: dict[str, Any] = {"glm4moe__block_count": 6, "glm4moe__nextn_predict_layers": 1, "extra_tensors": ahead}
+    ahead = {f"blk.{LAYERS}.{part}.weight": np.ones((64, 128), np.float32) for part in ("nextn.eh_proj", "attn_q", "ffn_up_exps")}
+    fields: dict[str, Any] = {"glm4moe__block_count": LAYERS + 1, "glm4moe__nextn_predict_layers": 1, "extra_tensors": ahead}
     source, file = write("glm4moe", tmp_path, **fields)
     assert model_config(file).num_hidden_layers == LAYERS
     assert_reads(file, load_file(source / "model.safetensors"))
@@ -139,7 +151,7 @@ def test_the_layer_that_predicts_more_tokens_is_left_out(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", ["gpt-oss", "qwen3moe"])
 def test_a_stage_holds_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
     """And a plan counts them."""
-    _, file = write(name, tmp_path, WIDE, kind="MXFP4", kinds={".bias": "F32", "gate_inp": "F32"})
+    _, file = write(name, tmp_path, SIZES, kind="MXFP4", kinds={".bias": "F32", "gate_inp": "F32"})
     config, stored = model_config(file), sum(place.total_bytes for place in TensorFiles(file).places.values())
     assert StageModel.load(file, range(LAYERS), torch.float32, "cpu").stack.num_bytes == stored
     parts = (config.embedding_tensors(), *map(config.layer_tensors, range(LAYERS)), config.norm_tensors(), config.head_tensors())
@@ -165,7 +177,7 @@ def test_a_stage_holds_the_bytes_of_the_file(name: str, tmp_path: Path) -> None:
         ("glm4moe", {"glm4moe__expert_weights_norm": None}, "no field glm4moe.expert_weights_norm"),
         ("glm4moe", {"glm4moe__leading_dense_block_count": 2}, "model.layers.1.mlp.down_proj.weight is missing"),
         ("mixtral", {"llama__expert_count": None}, "blk.0.ffn_gate_inp.weight is not part of a llama model"),
-        ("gpt-oss", {"gpt-oss__expert_used_count": [2] * 5}, "gpt-oss.expert_used_count is not one number"),
+        ("gpt-oss", {"gpt-oss__expert_used_count": [2] * LAYERS}, "gpt-oss.expert_used_count is not one number"),
         ("gpt-oss", {"extra_tensors": {"blk.1.ffn_up_exps.weight": np.ones((8, 32, 64), np.float32)}}, "do not belong together"),
         ("gpt-oss", {"extra_tensors": {"blk.1.ffn_up_exps.bias": np.ones((8, 1), np.float32)}}, "do not belong together"),
         ("gpt-oss", {"extra_tensors": {"blk.1.ffn_up_exps.bias": np.ones(8, np.float32)}}, "do not belong together"),
@@ -176,6 +188,8 @@ def test_what_is_not_supported_is_named(name: str, options: dict[str, Any], word
     assert words in gguf_refusal(write(name, tmp_path, **options)[1])
 
 
+@pytest.mark.in_turn(2)
+@pytest.mark.fast_cases("qwen3moe", "gpt-oss", "glm4moe-groups")
 @pytest.mark.parametrize("name", MODELS)
 def test_llama_cpp_computes_the_same_from_the_file(name: str, tmp_path: Path) -> None:
     """That the files here are what its converter would write. It rounds where the frequencies of YaRN begin and end to change."""

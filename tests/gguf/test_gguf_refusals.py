@@ -41,7 +41,7 @@ def file(source: Path, tmp_path: Path) -> Path:
     ("fields", "words"),
     [
         ({"general__architecture": "mamba"}, "architecture 'mamba' is not supported; use one of llama, qwen2"),
-        ({"llama__expert_count": 8}, "mixture of experts"),
+        ({"llama__expert_count": 8}, "no field llama.expert_used_count"),
         ({"llama__block_count": None}, "no field llama.block_count"),
         ({"llama__attention__head_count_kv": [2, 1]}, "llama.attention.head_count_kv is not one number"),
         ({"llama__rope__dimension_count": 4}, "turns 4 of 8 numbers"),
