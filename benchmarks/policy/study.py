@@ -7,6 +7,7 @@ times and speed-ups, arithmetic for the others.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +22,7 @@ from pandas import Categorical, DataFrame
 
 from benchmarks.methods import applicable_options
 from benchmarks.output import Preset, StageCount
+from benchmarks.policy.opponents import FREE_DRAFTS
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
 from pipedec.bench.options import Drawing, DrawnPrompt, draw
@@ -141,10 +143,14 @@ class Study:
     def _pipeline(self, policy: Policy) -> ReplayedPipeline:
         max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
         drafter = RecordedDrafter(self._memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
-        assert self._spec.emulation is not None
+        emulation = self._spec.emulation
+        assert emulation is not None
+        if policy.method in FREE_DRAFTS and emulation.draft is not None:
+            free = dataclasses.replace(emulation.draft, compute=emulation.draft.compute.slowed(0.0))
+            emulation = dataclasses.replace(emulation, draft=free)
         prior = shipped_acceptance(self._spec.draft) if self._config.priors else NOTHING_LEARNED
         experience = WatchedExperience(self._spec.settings.passage, prior, self._spec.expected_ms)
-        return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
+        return ReplayedPipeline(emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> TokenizedRequest:
         tenant = LOCAL_TENANT if self._config.shared_suffixes else None
