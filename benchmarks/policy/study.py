@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta
 from msgspec.structs import replace
 from pandas import Categorical, DataFrame
 
@@ -46,6 +47,7 @@ from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHODS
+from pipedec.plan.roofline import ROW_OVERLAP
 from pipedec.text.prompt import Prompter
 
 
@@ -64,6 +66,10 @@ class PolicyConfig(Drawing):
     pair: ModelPair = ModelPair()
     priors: Annotated[bool, Help("Begin with what ships beside the draft.")] = False
     shared_suffixes: Annotated[bool, Help("Draft also from earlier answers, of all prompt sets.", ON_OFF)] = False
+    expert_overlap: Annotated[
+        float, Meta(ge=0, lt=1),
+        Help("Share of a mixture's experts that rows have in common; 0: rows are routed independently (default: as measured)."),
+    ] = ROW_OVERLAP  # fmt: skip
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
@@ -75,7 +81,10 @@ class PolicyConfig(Drawing):
     @cached_property
     def shape(self) -> Shape:
         """The emulated pipeline. Raises UserError if the target has too few layers."""
-        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work, priors=self.priors)
+        return emulated(
+            self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work, priors=self.priors,
+            row_overlap=self.expert_overlap,
+        )  # fmt: skip
 
     @property
     def request(self) -> PromptRequest:
@@ -208,7 +217,7 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
     """Everything as one JSON document."""
     pipeline = {"preset": config.preset, "cluster": config.shape.cluster}
     described = {**pipeline, **config.origin, "samples": config.samples, "seed": config.seed}
-    described["shared_suffixes"] = config.shared_suffixes
+    described |= {"shared_suffixes": config.shared_suffixes, "expert_overlap": config.expert_overlap}
     policies = []
     for policy in config.policies:
         means, causes_per_token = (frame.loc[policy.name].to_dict() for frame in (figures.means, figures.causes_per_token))
