@@ -33,16 +33,15 @@ class Rival:
 
 
 _SOURCES = {"proposers": ("draft", "draft+ngrams")}
-_FEW = (2, 4, 8, 16)  # rows, for stages in which each further row takes time
-RIVALS = {
-    "static": Rival("stpp", {"rows": (*_FEW, 72), "depth": (4, 8), **_SOURCES}),
-    "eagle2": Rival("eagle2", {"rows": (*_FEW, 72), "depth": (3, 6, 10), **_SOURCES}),
-    "opt-tree": Rival("opt-tree", {"rows": (*_FEW, 48, 72, 96), "depth": (12,), **_SOURCES}),
-    "sequoia": Rival("sequoia", {"rows": (*_FEW, 72), "depth": (4, 8), **_SOURCES}),
-    "evict": Rival("evict", {"rows": (60,), "depth": (2, 3, 4, 6, 8), **_SOURCES}),
+RIVALS = {  # with few rows for stages in which each further row takes time, and with many for others
+    "static": Rival("stpp", {"rows": (4, 8, 72), "depth": (4, 8), **_SOURCES}),
+    "eagle2": Rival("eagle2", {"rows": (4, 12, 72), "depth": (3, 6, 10), **_SOURCES}),
+    "opt-tree": Rival("opt-tree", {"rows": (4, 8, 16, 48, 72, 96), "depth": (12,), **_SOURCES}),
+    "sequoia": Rival("sequoia", {"rows": (4, 8, 72), "depth": (4, 8), **_SOURCES}),
+    "evict": Rival("evict", {"rows": (60,), "depth": (2, 3, 4, 6), **_SOURCES}),
     "mtp": Rival("mtp", {"depth": range(1, 9)}),
-    "flowspec": Rival("flowspec", {"width": (1, *_FEW, 32), "forwards": (1, 3), **_SOURCES}),
-    "pipedec": Rival("pipedec", {"width": (*_FEW, 32)}),
+    "flowspec": Rival("flowspec", {"width": (1, 2, 16, 32), "forwards": (1, 3), **_SOURCES}),
+    "pipedec": Rival("pipedec", {"width": (2, 4, 16, 32)}),
     "chain": Rival("chain", {}),
 }
 

@@ -173,8 +173,8 @@ def emulated(
 
     The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
     that is replayed takes the same course. On slow links the passage is the plan's. With ``own_work`` computed times count rank
-    0's own work (see ``Emulation``); with ``priors`` the default method begins with what ships beside the draft. ``row_overlap`` as of
-    ``Measured``.
+    0's own work (see ``Emulation``); with ``priors`` the default method begins with what ships beside the draft. ``row_overlap``
+    is that of a mixture's rows (see ``Measured``).
 
     Raises UserError if there is no such partition, or the models have too few layers.
     """
