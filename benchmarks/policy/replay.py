@@ -63,6 +63,7 @@ class _NoLayers:
     """Stands in for a ``StageModel``: a model of no layers, whose activations are zeros."""
 
     config = SimpleNamespace(vocab_size=1)
+    stack = SimpleNamespace(routed=(), experts_read=None)
 
     def make_pool(self, slots: int, block: int, states: StateCounts | None = None) -> KVPool:
         return _EmptyPool((), torch.float32, slots, block)

@@ -77,6 +77,8 @@ def sample_digest(tensor: StoredTensor) -> str:
                 total.update(os.pread(file.fileno(), length, tensor.offset + place))
     except OSError as error:
         raise UserError(f"{tensor.file} cannot be read: {error.strerror}") from None
+    if tensor.rest is not None:
+        total.update(sample_digest(tensor.rest).encode())
     return total.hexdigest()
 
 

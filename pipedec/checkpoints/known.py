@@ -40,6 +40,6 @@ class KnownTensors:
         found = {}
         for name, shape in span_shapes(self._config, span, self.names).items():
             format = self.format_of(name, shape, self._config.formats)
-            here = [places[one].num_bytes for one in file_names(name, format, shape) if one in places]
+            here = [places[one].total_bytes for one in file_names(name, format, shape) if one in places]
             found[name] = sum(here) if here else format.held_bytes(matrix_shape(name, shape), element_bytes)
         return found

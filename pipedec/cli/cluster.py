@@ -190,6 +190,9 @@ def status(place: ClusterFlags) -> None:
             f"KV cache: {kv.used} of {kv.capacity} slots in use, {kv.kept} keep prefixes; {kv.cached_tokens} of "
             f"{kv.queried_tokens} prompt tokens were cached; {kv.pauses} pauses.", soft_wrap=True,
         )  # fmt: skip
+    if counted := [stage for stage in current.stages if stage.expert_layers]:
+        mean = sum(stage.experts for stage in counted) / sum(stage.expert_layers for stage in counted)
+        console.print(f"Experts: {mean:.1f} of {counted[0].num_experts} per timestep and layer.")
     if current.recoveries:
         console.print(f"Recoveries: {current.num_recoveries}, the last ones:")
     for recovery in current.recoveries:

@@ -318,9 +318,10 @@ class Controller:
             counts = is_full = len(self._recent) == self.passage
         is_waiting = timing.waiting_seconds > _NEGLIGIBLE * timing.seconds
         if is_full and (is_waiting or self.forwards == 1 or not timing.forward_seconds):
-            rows = max((entered.rows for entered in self._in_flight), default=0)
-            if 2 * sum(entered.rows > 0 for entered in self._in_flight) >= self.passage:  # else slower stages may be idle
-                self._costs.record(rows, timing.seconds)
+            rows = [entered.rows for entered in self._in_flight] or [0]
+            is_even = self._offered is None or 2 * min(rows) >= max(rows)  # else slower stages may have few of many costly rows
+            if is_even and 2 * sum(count > 0 for count in rows) >= self.passage:  # else slower stages may be idle
+                self._costs.record(max(rows), timing.seconds)
         running = self._in_flight[-1].running if self._in_flight else 0
         if running:
             self._yield += _YIELD_WEIGHT * (tokens / running - self._yield)

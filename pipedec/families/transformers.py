@@ -10,7 +10,8 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,19 @@ class TransformersConfig(ModelConfig):
             tensors |= self.embedding_tensors()
         return tensors
 
-    def _within(self, module: str) -> dict[str, Shape]:
-        return {name: shape for name, shape in self.shapes.items() if f"{self.places[name]}".startswith(module + ".")}
+    def _within(self, part: str) -> dict[str, Shape]:
+        return dict(self._by_part[part])
+
+    @cached_property
+    def _by_part(self) -> dict[str, dict[str, Shape]]:
+        """The tensors of the embedding, of each layer, of the final norm and of the head, by the path of its module."""
+        names, layers = self.names, range(self.num_hidden_layers)
+        found: dict[str, dict[str, Shape]]
+        found = {part: {} for part in (names.embedding, *map(names.layer, layers), names.norm, names.head)}
+        for name, shape in self.shapes.items():
+            part = next(part for part in accumulate(self.places[name].module.split("."), "{}.{}".format) if part in found)
+            found[part][name] = shape
+        return found
 
 
 def transformers_config(directory: Path, end_tokens: dict[str, Any]) -> TransformersConfig:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipedec.formats.affine import Affine, Integers, Scales
 from pipedec.formats.base import PLAIN, Format, Formats
-from pipedec.formats.by_module import HEAD, ModuleFormats, choice, group_size, names
+from pipedec.formats.by_module import HEAD, ModuleFormats, choice, group_size, is_named, names
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -29,7 +29,7 @@ def awq_formats(quantization: Mapping[str, Any]) -> Formats:
     skipped, format = names(values, "modules_to_not_convert"), awq_matrix(group_size(values))
 
     def rule(module: str) -> Format:
-        is_plain = any(part in module for part in skipped) or (module == HEAD and not has_head)
+        is_plain = is_named(module, skipped) or (module == HEAD and not has_head)
         return PLAIN if is_plain else format
 
     return ModuleFormats(rule, format.title)

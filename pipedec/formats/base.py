@@ -95,6 +95,11 @@ class Format(ABC):
         """Whether matrices of equal formats can be one."""
         return True
 
+    @property
+    def is_turnable(self) -> bool:
+        """Whether the tensors of a transposed matrix are those of the matrix, each transposed."""
+        return False
+
     def resolved(self, dtypes: Mapping[str, str]) -> Format:
         """The format of a matrix that is here: ``dtypes`` are those of its tensors, by suffix. Raises UserError if the tensors do
         not suit.
@@ -120,6 +125,10 @@ class Plain(Format):
     @property
     def title(self) -> str:
         return "plain"
+
+    @property
+    def is_turnable(self) -> bool:
+        return True
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return {"weight": FileTensor(FLOATS, shape, None if not shape else 0)}
@@ -184,14 +193,10 @@ def matrix_shape(name: str, shape: Shape) -> Shape:
 
 
 def file_names(name: str, format: Format, shape: Shape) -> dict[str, FileTensor]:
-    """The tensors of the file that make one of the model, by full names.
-
-    Those of a stack have its experts as their first dimension. A plain one may be stored with inputs before outputs.
+    """The tensors of the file that make one of the model, by full names. Those of a stack have its experts as their first
+    dimension.
     """
     stacked = is_stack(name, shape)
-    if format is PLAIN:
-        others = ((shape[0], shape[2], shape[1]),) if stacked else ()
-        return {name: replace(PLAIN.tensors(shape)["weight"], others=others)}
     tensors = format.tensors(shape[1:] if stacked else shape)
     return {full_name(name, suffix): one.stacked(shape[0]) if stacked else one for suffix, one in tensors.items()}
 
@@ -220,6 +225,10 @@ class Rounded(Format):
     @property
     def title(self) -> str:
         return f"int{self.bits}"
+
+    @property
+    def is_turnable(self) -> bool:
+        return True
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return PLAIN.tensors(shape)

@@ -43,6 +43,11 @@ def is_listed(module: str, patterns: Sequence[str]) -> bool:
     return any(module.endswith(one) or _begins(module, one) for one in patterns)
 
 
+def is_named(module: str, names: Sequence[str]) -> bool:
+    """Whether a module's name has one of these in it, up to dots: ``mlp.gate``, but not ``mlp.gate_proj``."""
+    return any(f".{one.strip('.')}." in f".{module}." for one in names)
+
+
 def _begins(module: str, text: str) -> bool:
     try:
         return re.match(rf"(?:{text})(?:(?<=\.)|(?=\.|$))", module) is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 from pipedec.core.errors import UserError
 from pipedec.formats.base import DTYPE_BITS, Format, Formats, file_names, own_suffix
 from pipedec.gguf import INDEX_FILE as GGUF_INDEX
-from pipedec.gguf import TensorIndex, model_files
+from pipedec.gguf import TensorIndex, TensorPlace, model_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor in a file: ``num_bytes`` of ``dtype`` (as safetensors or GGUF name it) from ``offset`` on."""
+    """One tensor in a file: ``num_bytes`` of ``dtype`` (as safetensors or GGUF name it) from ``offset`` on, then ``rest``."""
 
     name: str
     file: Path
@@ -37,6 +37,11 @@ class StoredTensor:
     shape: Shape
     offset: int
     num_bytes: int
+    rest: StoredTensor | None = None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_bytes + (0 if self.rest is None else self.rest.total_bytes)
 
 
 class TensorFiles:
@@ -58,11 +63,7 @@ class TensorFiles:
         self.file_of: dict[str, Path] = {}
         self.places: dict[str, StoredTensor] = {}
         if self.gguf is not None:
-            file = self.gguf.file
-            self._add(
-                StoredTensor(name, file, place.read_type, place.shape, place.offset, place.num_bytes)
-                for name, place in self.gguf.tensors.items()
-            )
+            self._add(_in_gguf(name, self.gguf.file, place) for name, place in self.gguf.tensors.items())
         elif (self.directory / SINGLE_FILE).exists():
             self._add(read_header(self.directory / SINGLE_FILE))
         elif (self.directory / INDEX_FILE).exists():
@@ -107,6 +108,11 @@ class TensorFiles:
     def _add(self, places: Iterable[StoredTensor]) -> None:
         for place in places:
             self.file_of[place.name], self.places[place.name] = place.file, place
+
+
+def _in_gguf(name: str, file: Path, place: TensorPlace) -> StoredTensor:
+    rest = None if place.rest is None else _in_gguf(name, file, place.rest)
+    return StoredTensor(name, file, place.read_type, place.shape, place.offset, place.num_bytes, rest)
 
 
 def known_files(directory: Path) -> TensorFiles | None:

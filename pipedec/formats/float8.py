@@ -46,6 +46,10 @@ class Float8(Format):
         return max(self.block[0], 1)
 
     @property
+    def is_turnable(self) -> bool:
+        return self.block[0] == self.block[1]
+
+    @property
     def unused(self) -> tuple[str, ...]:
         return _ACTIVATION_SCALES
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipedec.formats.affine import Affine, Integers, Scales
 from pipedec.formats.base import PLAIN, Format, Formats
-from pipedec.formats.by_module import HEAD, ModuleFormats, choice, group_size, names, pattern, sections
+from pipedec.formats.by_module import HEAD, ModuleFormats, choice, group_size, is_named, names, pattern, sections
 
 VERSIONS = {"gptq": 1, "gptq_v2": 0}  # what is added to zero points
 
@@ -46,7 +46,7 @@ def gptq_formats(quantization: Mapping[str, Any]) -> Formats:
         for one, exception in exceptions:
             if re.match(one.removeprefix("+:").removeprefix("-:"), module):
                 return exception
-        is_left = any(part in module for part in skipped) or (module == HEAD and not has_head)
+        is_left = is_named(module, skipped) or (module == HEAD and not has_head)
         is_chosen = not chosen or module == HEAD or module.endswith(chosen)
         return format if is_chosen and not is_left else PLAIN
 

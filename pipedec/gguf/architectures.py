@@ -27,6 +27,23 @@ _OUT, _QKVZ = "linear_attn.out_proj", "linear_attn.in_proj_qkvz"
 _SPLIT_QKVZ = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
 _LINEAR = (*_SPLIT_QKVZ, "linear_attn.conv1d", "linear_attn.norm", _OUT)
 DECAY = "linear_attn.A_log"
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+_MIXED = ("mlp.gate", *(f"mlp.experts.{part}" for part in _PARTS))
+_SHARED_EXPERT = (*(f"mlp.shared_expert.{part}" for part in _PARTS), "mlp.shared_expert_gate")
+_STACKED = {
+    f"mlp.experts.{part}{ending}": f"ffn_{part.removesuffix('_proj')}_exps.{kind}"
+    for part in _PARTS
+    for ending, kind in (("", "weight"), ("_bias", "bias"))
+}
+_IN_TURN = {
+    f"mlp.experts.gate_up_proj{end}": (f"mlp.experts.gate_proj{end}", f"mlp.experts.up_proj{end}") for end in ("", "_bias")
+}
+_USED = {"num_experts_per_tok": "expert_used_count"}
+_LOCAL_EXPERTS = {"num_local_experts": "expert_count"} | _USED
+_SMALL_EXPERTS = _USED | {"moe_intermediate_size": "expert_feed_forward_length"}
+_QWEN_EXPERTS = {"num_experts": "expert_count"} | _SMALL_EXPERTS
+_BESIDE_SHARED = _QWEN_EXPERTS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+_SOFTMAX, _SIGMOID, _SOFTMAX_OF_CHOSEN = 1, 2, 3
 _BIASES = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_down.bias"}
 _QKV_BIASES = {"attention_bias": "attn_q.bias"}
 
@@ -55,6 +72,8 @@ class Architecture:
         fields, optional: by key of ``config.json``, a field of the file.
         flags: by key of ``config.json``, the tensor of the first layer that the file has if the key is true.
         constants: of ``config.json``.
+        gating: the number that llama.cpp has for the function of routers; None for dense models.
+        yarn: what the scaling of that name has besides.
         windows: None if all layers attend to all positions.
         partial: whether rotary embeddings may turn only a part of a head.
         local: whether layers with windows have their own rotary embedding, without scaling.
@@ -65,8 +84,9 @@ class Architecture:
         fused: the module with the rows of queries, keys and values, which are in turn for each head in the checkpoint.
         added: to all values of norms in the file, except that of linear attention.
         tiled: whether the file has the value heads of linear attention by their number within a group, not group by group.
-        joined: by module, those that newer files have instead: queries, keys and values of all groups of linear attention, and
-            gates.
+        joined: by tensor of a layer, those that files have instead, as they are called below the layer: queries, keys and values
+            of all groups of linear attention, and gates; the rows of experts that are gates in a checkpoint, and those between
+            them.
         parameters: by parameter of a layer, its name in the file, for those that are not a module's weight or bias.
         squeezed: by module, the dimension of length 1 that its weight has in a checkpoint and may lack in the file.
         sections: whether rotary embeddings have sections, which differ only for images.
@@ -87,6 +107,8 @@ class Architecture:
     optional: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    gating: int | None = None
+    yarn: Mapping[str, Any] = field(default_factory=dict)
     windows: Windows | None = None
     partial: bool = False
     local: bool = False
@@ -139,11 +161,13 @@ class Architecture:
         keys = 2 * groups * key_dim if module in ("linear_attn.in_proj_qkv", "linear_attn.conv1d") else 0
         return by_part(groups, (value_dim if has_dim else 1,) * (heads // groups), keys)
 
-    def joined_order(self, config: Mapping[str, Any]) -> BlockOrder:
-        """The order of the rows of joined modules: queries, keys, values and gates of each group."""
+    def joined_order(self, joined: str, config: Mapping[str, Any]) -> tuple[BlockOrder | None, tuple[int, int]]:
+        """The order of the rows of the first of two tensors, and how many of each are in turn where they are joined."""
+        if ".experts." in joined:
+            return None, (1, 1)
         groups, heads, key_dim, value_dim = _linear_heads(config)
         values = heads // groups * value_dim
-        return by_part(groups, (key_dim, key_dim, values, values))
+        return by_part(groups, (key_dim, key_dim, values)), (2 * key_dim + values, values)
 
     def added_to(self, module: str) -> float:
         """The number to add to the values of a module."""
@@ -259,9 +283,15 @@ def _linear(file: File) -> dict[str, Any]:
     }
 
 
+_MIXTRAL = Architecture(
+    model_type="mixtral", class_name="MixtralForCausalLM", interleaved=True, gating=_SOFTMAX,
+    modules=(*_ATTENTION, *_NORMS, *(f"block_sparse_moe.{part}" for part in ("gate", "experts.w1", "experts.w2", "experts.w3"))),
+    fields=_LOCAL_EXPERTS,
+)  # fmt: skip
 _LLAMA = Architecture(
-    model_type="llama", class_name="LlamaForCausalLM", modules=(*_ATTENTION, *_GATED, *_NORMS), flags=_BIASES, interleaved=True
-)
+    model_type="llama", class_name="LlamaForCausalLM", modules=(*_ATTENTION, *_GATED, *_NORMS), flags=_BIASES, interleaved=True,
+    with_field={"expert_count": _MIXTRAL},
+)  # fmt: skip
 _OLMO3 = Architecture(
     model_type="olmo3", class_name="Olmo3ForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_POST_NORMS),
     flags=_BIASES, windows=Windows(period=4), local=True,
@@ -273,10 +303,10 @@ _LINEAR_FIELDS = {
 _HYBRID = Architecture(
     model_type="qwen3_5_text", class_name="Qwen3_5ForCausalLM", fields=_LINEAR_FIELDS, more=_linear, added=-1.0, partial=True,
     modules=(*_ATTENTION, *_QK_NORMS, *_GATED, *_NORMS, *_LINEAR, "linear_attn.in_proj_a", "linear_attn.in_proj_b"),
-    parameters={DECAY: "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}, squeezed={"linear_attn.conv1d": 1}, tiled=True,
-    sections=True, predicts=True,
+    parameters={DECAY: "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias"}, tiled=True, sections=True, predicts=True,
+    squeezed={"linear_attn.conv1d": 1, "mlp.shared_expert_gate": 0},
 )  # fmt: skip
-_EXPERT_PARTS = [f"mlp.{kind}.{part}" for kind in ("experts", "shared_expert") for part in ("gate_proj", "up_proj", "down_proj")]
+_FUSED_EXPERTS = {"mlp.experts.gate_up_proj": "ffn_gate_up_exps.weight"}
 _GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _SOFTCAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
@@ -287,19 +317,48 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(
         model_type="qwen3", class_name="Qwen3ForCausalLM", modules=(*_LLAMA.modules, *_QK_NORMS), flags=_BIASES
     ),
-    "qwen35": _HYBRID,
-    "qwen3next": replace(
-        _HYBRID, model_type="qwen3_next", class_name="Qwen3NextForCausalLM", tiled=False, sections=False,
+    "qwen2moe": Architecture(
+        model_type="qwen2_moe", class_name="Qwen2MoeForCausalLM", modules=(*_ATTENTION, *_NORMS, *_MIXED, *_SHARED_EXPERT),
+        fields=_BESIDE_SHARED, flags={"qkv_bias": "attn_q.bias"}, constants={"norm_topk_prob": False},
+        gating=_SOFTMAX, squeezed={"mlp.shared_expert_gate": 0},
+    ),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe", class_name="Qwen3MoeForCausalLM", modules=(*_ATTENTION, *_QK_NORMS, *_NORMS, *_MIXED),
+        fields=_QWEN_EXPERTS, flags=_QKV_BIASES, constants={"norm_topk_prob": True}, gating=_SOFTMAX,
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", class_name="GptOssForCausalLM", modules=(*_ATTENTION, *_NORMS, "mlp.router"), flags=_QKV_BIASES,
+        fields=_LOCAL_EXPERTS | {"intermediate_size": "expert_feed_forward_length"},
+        gating=_SOFTMAX_OF_CHOSEN, windows=Windows(period=2), yarn={"truncate": False}, joined=_IN_TURN,
+        parameters={"self_attn.sinks": "attn_sinks.weight", **_STACKED},
+    ),
+    "glm4moe": Architecture(
+        model_type="glm4_moe", class_name="Glm4MoeForCausalLM", partial=True, predicts=True, gating=_SIGMOID,
         modules=(
-            *_ATTENTION, *_QK_NORMS, *_NORMS, *_LINEAR, _QKVZ, "linear_attn.in_proj_ba", *_EXPERT_PARTS, "mlp.gate",
-            "mlp.shared_expert_gate",
+            *_ATTENTION, *_QK_NORMS, *_NORMS, *_GATED, *_MIXED, *(f"mlp.shared_experts.{part}" for part in _PARTS),
         ),
-        fields=_LINEAR_FIELDS | {
-            "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-            "moe_intermediate_size": "expert_feed_forward_length",
-            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        fields=_SMALL_EXPERTS | {
+            "n_routed_experts": "expert_count", "n_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count", "routed_scaling_factor": "expert_weights_scale",
+            "norm_topk_prob": "expert_weights_norm",
         },
-        joined={_QKVZ: _SPLIT_QKVZ}, squeezed={"linear_attn.conv1d": 1, "mlp.shared_expert_gate": 0},
+        optional={"n_group": "expert_group_count", "topk_group": "expert_group_used_count"},
+        flags=_QKV_BIASES | {"use_qk_norm": "attn_q_norm.weight"},
+        parameters={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+    ),
+    "qwen35": _HYBRID,
+    "qwen35moe": replace(
+        _HYBRID, model_type="qwen3_5_moe_text", class_name="Qwen3_5MoeForCausalLM", gating=_SOFTMAX,
+        modules=(*(module for module in _HYBRID.modules if module not in _GATED), *_MIXED, *_SHARED_EXPERT),
+        fields=_LINEAR_FIELDS | _BESIDE_SHARED, parameters={**_HYBRID.parameters, **_FUSED_EXPERTS},
+    ),
+    "qwen3next": replace(
+        _HYBRID, model_type="qwen3_next", class_name="Qwen3NextForCausalLM", tiled=False, sections=False, gating=_SOFTMAX,
+        modules=(
+            *_ATTENTION, *_QK_NORMS, *_NORMS, *_LINEAR, _QKVZ, "linear_attn.in_proj_ba", *_MIXED, *_SHARED_EXPERT,
+        ),
+        fields=_LINEAR_FIELDS | _BESIDE_SHARED, parameters={**_HYBRID.parameters, **_FUSED_EXPERTS},
+        joined={f"{_QKVZ}.weight": (f"{_SPLIT_QKVZ[0]}.weight", f"{_SPLIT_QKVZ[1]}.weight")},
     ),
     "gemma": Architecture(
         model_type="gemma", class_name="GemmaForCausalLM", modules=_LLAMA.modules, flags=_BIASES, constants=_GELU, added=-1.0

@@ -18,6 +18,7 @@ _CHANGES = (
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "embedding_scale", "residual_scale", "attention.scale",
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale", "attention.shared_kv_layers",
     "attention.sliding_window", "nextn_predict_layers", "embedding_length_per_layer_input", "rope.dimension_sections",
+    "expert_gating_func", "expert_group_count", "expert_weights_scale", "swiglu_clamp_exp", "swiglu_clamp_shexp",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ def config_of(file: File) -> dict[str, Any]:
     """
     found = architecture_of(file.metadata)
     number = file.number
-    if number("expert_count", 0) and "expert_count" not in found.known_fields:
+    if number("expert_count", 0) and found.gating is None:
         raise UserError("it is a mixture of experts, which is not supported; use a dense model")
     if number("block_count") > len(file.shapes):
         raise UserError(
@@ -41,7 +42,7 @@ def config_of(file: File) -> dict[str, Any]:
         "model_type": found.model_type,
         "vocab_size": file.shapes["token_embd.weight"][0],
         "hidden_size": number("embedding_length"),
-        "intermediate_size": number("feed_forward_length"),
+        "intermediate_size": number("feed_forward_length", file.value("expert_feed_forward_length")),
         "num_hidden_layers": file.num_layers,
         "num_attention_heads": number("attention.head_count"),
         "num_key_value_heads": number("attention.head_count_kv", number("attention.head_count")),
@@ -72,8 +73,9 @@ def config_of(file: File) -> dict[str, Any]:
 
 def _check_fields(file: File, found: Architecture) -> None:
     """Raises UserError for fields that would change the formula."""
+    usual = {"expert_gating_func": found.gating, "expert_group_count": 1, "expert_weights_scale": 1.0}
     for name in _CHANGES:
-        if name in found.known_fields or not (value := file.value(name)):
+        if name in found.known_fields or not (value := file.value(name)) or value == usual.get(name):
             continue
         if name == "attention.sliding_window" and value >= file.number("context_length"):
             continue
@@ -104,6 +106,7 @@ def _rope(file: File, found: Architecture, config: Mapping[str, Any]) -> dict[st
     if found.sections:
         base["mrope_section"] = (file.value("rope.dimension_sections") or [])[:3]
     scaled = base | _scaling(file, theta, rotated) | {key: file.number(name) for key, name in found.rope_fields.items()}
+    scaled |= found.yarn if scaled["rope_type"] == "yarn" else {}
     if found.local:
         local = file.number("rope.freq_base_swa", found.local_theta or theta)
         return {"rope_parameters": {"full_attention": scaled, "sliding_attention": base | {"rope_theta": float(local)}}}

@@ -25,7 +25,7 @@ from pipedec.gguf.config import config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
 
-_VERSION = 4  # changes when other files are written
+_VERSION = 5  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
 
 
@@ -154,9 +154,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], list[Any], dict[str, list[int]]
 
 
 def _places(config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str, Any]) -> dict[str, TensorPlace]:
-    architecture, layers = architecture_of(metadata), config["num_hidden_layers"]
-    names = tensor_names(metadata["general.architecture"], architecture, layers)
-    blocks = metadata[f"{metadata['general.architecture']}.block_count"]
+    own, architecture, layers = metadata["general.architecture"], architecture_of(metadata), config["num_hidden_layers"]
+    names, blocks, experts = tensor_names(own, architecture, layers), metadata[f"{own}.block_count"], f"{own}.expert_count"
     unused = (*_FACTORS, *(f"blk.{layer}." for layer in range(layers, blocks)))
     places = {}
     for found in tensors.values():
@@ -169,6 +168,8 @@ def _places(config: dict[str, Any], metadata: dict[str, Any], tensors: dict[str,
             raise UserError(f"its tensor {found.name} has the type {kind}, which is not supported; use one of {', '.join(TYPES)}")
         module = _module(name)
         shape = architecture.shape(module, tuple(int(size) for size in reversed(found.shape)))
+        if ".experts." in name and shape[0] != metadata[experts]:
+            raise UserError(f"its tensor {found.name} has {shape[0]} experts, but its {experts} is {metadata[experts]}")
         places[name] = TensorPlace(
             kind, shape, int(found.data_offset), int(found.n_bytes), architecture.row_order(module, config),
             architecture.column_order(module, config), architecture.added_to(module), module == DECAY,
@@ -182,23 +183,30 @@ def _module(name: str) -> str:
 
 
 def _joined(config: dict[str, Any], architecture: Architecture, places: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
-    """Tensors of a checkpoint whose rows are two tensors in the file."""
-    order = architecture.joined_order(config) if architecture.joined else None
+    """Tensors of a checkpoint whose rows, or values, are in turn those of two tensors in the file."""
     for layer in range(config["num_hidden_layers"]):
-        for module, parts in architecture.joined.items():
-            whole, *found = (f"{architecture.base}.layers.{layer}.{one}.weight" for one in (module, *parts))
+        for joined, parts in architecture.joined.items():
+            whole, *found = (f"{architecture.base}.layers.{layer}.{one}" for one in (joined, *parts))
             if all(name in places for name in found):
                 first, rest = (places.pop(name) for name in found)
-                shape = (first.shape[0] + rest.shape[0], *first.shape[1:])
-                places[whole] = replace(first, shape=shape, rows=order, rest=rest)
+                order, (here, there) = architecture.joined_order(joined, config)
+                axis = 1 if ".experts." in joined else 0
+                before, size, after = first.shape[:axis], first.shape[axis], first.shape[axis + 1 :]
+                if rest.shape != (*before, size // here * there, *after):
+                    raise UserError(f"its two parts of {whole} do not belong together: {first.shape} and {rest.shape}")
+                row_values = 1 if joined.endswith("_bias") else None
+                places[whole] = replace(
+                    first, shape=(*before, size // here * (here + there), *after), rows=order, turns=(here, there),
+                    rest=replace(rest, row_values=row_values), row_values=row_values,
+                )  # fmt: skip
     return places
 
 
 def _by_expert(places: dict[str, TensorPlace]) -> dict[str, TensorPlace]:
-    """The experts of a layer, which are one tensor in the file, each apart."""
+    """The experts of a layer, which are one tensor in the file, each apart, unless they are one in the checkpoint."""
     found = {}
     for name, place in places.items():
-        if ".experts." not in name:
+        if ".experts." not in name or not name.endswith(".weight"):
             found[name] = place
             continue
         experts, *shape = place.shape

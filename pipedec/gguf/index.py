@@ -8,6 +8,7 @@ values; a vector is one row.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +26,7 @@ INDEX_FILE = "gguf.json"
 WEIGHTS_FILE = "model.gguf"  # its name in a checkpoint's directory
 BLOCKS = {
     "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24),
-    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "MXFP4": (32, 17),
 }  # fmt: skip
 """Types of quantized matrices: how many values of a row form a block, and its bytes."""
 TYPES = ("F32", "F16", "BF16", *BLOCKS)
@@ -37,14 +38,16 @@ class TensorPlace:
 
     Attributes:
         type: of its values in the file, one of TYPES.
-        shape: as in the checkpoint: [R, C] or [R, 1, C], [C], or [].
+        shape: as in the checkpoint: [R, C], [R, 1, C], or [E, R, C] of a stack of E matrices; [C], or [].
         offset: its first byte in the file.
         num_bytes: its size in the file.
         rows: the order of the rows of a matrix, or the values of a vector; None if it is the checkpoint's.
         columns: the same of columns.
         added: to all values, to get those of the checkpoint.
         is_decay: whether the file has -exp(x) of the checkpoint's values x.
-        rest: the place of the last rows, if they are another tensor in the file.
+        rest: the place of further rows, if they are another tensor in the file.
+        turns: how many rows are here and how many in ``rest``, in turn; ``rows`` is the order of those that are here.
+        row_values: the values of a row, if they are not all of the last dimension.
     """
 
     type: str
@@ -56,6 +59,8 @@ class TensorPlace:
     added: float = 0.0
     is_decay: bool = False
     rest: TensorPlace | None = None
+    turns: tuple[int, int] = (1, 0)
+    row_values: int | None = None
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> TensorPlace:
@@ -68,7 +73,8 @@ class TensorPlace:
         }
         rest = known.get("rest")
         rest = None if rest is None else cls.from_document(rest)
-        return cls(**{**known, "shape": tuple(known["shape"]), "rest": rest, **orders})
+        tuples: dict[str, Any] = {name: tuple(known[name]) for name in ("shape", "turns") if name in known}
+        return cls(**{**known, **tuples, "rest": rest, **orders})
 
     @property
     def read_type(self) -> str:
@@ -80,9 +86,20 @@ class TensorPlace:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a matrix, without those of ``rest``; 1 for a vector or a number."""
-        rest = 0 if self.rest is None else self.rest.shape[0]
-        return self.shape[0] - rest if len(self.shape) > 1 else 1
+        """Rows of a matrix, or of all those of a stack; 1 for a vector or a number."""
+        last = self.shape[-1] if self.shape else 1
+        return math.prod(self.shape) // (last if self.row_values is None else self.row_values)
+
+    @property
+    def rows_here(self) -> int:
+        """Those that are not in ``rest``."""
+        return self.num_rows // sum(self.turns) * self.turns[0]
+
+    def own_rows(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For rows of the checkpoint that are not in ``rest``, by their number among those, their places in the file."""
+        if self.rows is None or len(self.shape) < 2:
+            return rows
+        return self.rows.indices(self.rows_here)[rows]
 
 
 @dataclass(frozen=True)
@@ -114,7 +131,8 @@ class TensorIndex:
         (directory / INDEX_FILE).write_text(json.dumps(document), encoding="utf-8")
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.float32]:
-        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C]; a vector as a whole, [C], a number, [].
+        """Rows ``first`` up to ``last`` of a matrix, float32 [rows, C] or [rows, 1, C], or matrices of a stack, [matrices, R, C];
+        a vector as a whole, [C], a number, [].
 
         Raises UserError as ``raw``.
         """
@@ -134,36 +152,42 @@ class TensorIndex:
         return values + np.float32(place.added) if place.added else values
 
     def raw(self, name: str, first: int = 0, last: int | None = None) -> npt.NDArray[np.uint8]:
-        """A copy of rows ``first`` up to ``last`` of a matrix whose blocks stay as they are, uint8 [rows, bytes of a row], in the
-        order of the checkpoint; what is no matrix is one row, in that of the file.
+        """A copy of rows ``first`` up to ``last`` of a matrix whose blocks stay as they are, uint8 [rows, bytes of a row], or of
+        matrices of a stack, [matrices, R, bytes of a row], in the order of the checkpoint; what is no matrix is one row, in that
+        of the file.
 
         Raises UserError if the file cannot be read, or is shorter than it was.
         """
         place = self.tensors[name]
         rows: npt.NDArray[np.uint8] = self._rows(place, first, last, lambda rows, _: rows)
-        if place.columns is None:
-            return rows
-        num_bytes = place.columns.size * rows.shape[1] // place.shape[-1]
-        return rows[:, BlockOrder(num_bytes, place.columns.places).indices(rows.shape[1])]
+        if place.columns is not None:
+            num_bytes = place.columns.size * rows.shape[1] // place.shape[-1]
+            rows = rows[:, BlockOrder(num_bytes, place.columns.places).indices(rows.shape[1])]
+        return rows.reshape(-1, *place.shape[1:-1], rows.shape[1])
 
     def _rows(
         self, place: TensorPlace, first: int, last: int | None, convert: Callable[[npt.NDArray[np.uint8], str], npt.NDArray[Any]]
     ) -> npt.NDArray[Any]:
-        """Converted rows of a matrix in the order of the checkpoint, with columns in that of the file.
+        """Converted rows of a matrix, or of a stack's matrices, in the order of the checkpoint, with columns in that of the file.
 
         ``convert``: from bytes, [rows, bytes of a row], and their type.
         """
         import numpy as np
 
-        rows = np.arange(place.shape[0] if len(place.shape) > 1 else 1)
-        if place.rows is not None and len(place.shape) > 1:
-            rows = place.rows.indices(len(rows))
-        rows = rows[first:last]
+        length = place.shape[0] if len(place.shape) > 1 else 1
+        first, last, _ = slice(first, last).indices(length)
+        rows = np.arange(first * place.num_rows // length, last * place.num_rows // length)
         if place.rest is None:
-            return convert(self._mapped(place)[rows], place.type)
-        is_here = rows < place.num_rows
-        parts = ((is_here, place, rows), (~is_here, place.rest, rows - place.num_rows))
-        found = [(chosen, convert(self._mapped(part)[own[chosen]], part.type)) for chosen, part, own in parts if chosen.any()]
+            return convert(self._mapped(place)[place.own_rows(rows)], place.type)
+        here, there = place.turns
+        turn, within = np.divmod(rows, here + there)
+        is_here = within < here
+        parts = ((is_here, place, turn * here + within), (~is_here, place.rest, turn * there + within - here))
+        found = [
+            (chosen, convert(self._mapped(part)[part.own_rows(own[chosen])], part.type))
+            for chosen, part, own in parts
+            if chosen.any()
+        ]
         result = np.empty((len(rows), found[0][1].shape[1]), found[0][1].dtype)
         for chosen, values in found:
             result[chosen] = values
@@ -173,7 +197,7 @@ class TensorIndex:
         """The bytes of all rows in the file, without those of ``rest``. Raises UserError as ``raw``."""
         import numpy as np
 
-        shape = place.num_rows, place.num_bytes // place.num_rows
+        shape = place.rows_here, place.num_bytes // place.rows_here
         try:
             return np.memmap(self.file, np.uint8, "r", place.offset, shape).view(np.ndarray)
         except (OSError, ValueError) as error:

@@ -17,11 +17,13 @@ from pipedec.core.errors import UserError
 
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # kinds of tokens
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(end)s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(end)s"
+    r"|\p{N}%(digits)s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = _CASED % {"end": "", "digits": ""}
+_O200K = _CASED % {"end": "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": "{1,3}"}
 _MARKED_WORDS = (_WORDS % "").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _GPT2 = ("gpt-2", "phi-2", "mpt", "olmo", "gigachat", "exaone4", "trillion")
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
@@ -29,7 +31,7 @@ _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pix
 _LIKE_LLAMA3_NAMES = (*_LLAMA3_NAMES, "dbrx", "smaug-bpe", "chatglm-bpe", "glm4")
 _QWEN2 = ("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "hunyuan")
 _WHOLE_WORDS = (*_LLAMA3_NAMES, "tekken")  # words that are tokens are never merged from parts; texts begin with a bos token
-PRE_TOKENIZERS = (*_GPT2, *_SINGLE_DIGITS, *_LIKE_LLAMA3_NAMES, *_QWEN2, "qwen35", "tekken")
+PRE_TOKENIZERS = (*_GPT2, *_SINGLE_DIGITS, *_LIKE_LLAMA3_NAMES, *_QWEN2, "qwen35", "tekken", "gpt-4o")
 # Control tokens that end an answer in llama.cpp, although no field of a file names them.
 _END_NAMES = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "<|endoftext|>",
@@ -103,7 +105,7 @@ def _pre_tokenizer(name: str) -> Any:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
     if name in _SINGLE_DIGITS:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    patterns = {"tekken": _TEKKEN, "qwen35": _MARKED_WORDS}
+    patterns = {"tekken": _TEKKEN, "gpt-4o": _O200K, "qwen35": _MARKED_WORDS}
     patterns |= {**dict.fromkeys(_LIKE_LLAMA3_NAMES, _WORDS % "{1,3}"), **dict.fromkeys(_QWEN2, _WORDS % "")}
     if name not in patterns:
         raise UserError(f"its pre-tokenizer {name!r} is not known; use a file with one of {', '.join(PRE_TOKENIZERS)}")

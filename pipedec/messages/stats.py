@@ -75,6 +75,10 @@ class StageStats(Record, frozen=True):
         pruned_rows: dropped without having been accepted, before they were computed or when a verdict pruned their tree.
         compute_seconds: in which rows were computed and verdicts replayed; on an emulated device, its time.
         wait_seconds: in which it waited for the rank before it, while requests were running; not counted for single tasks.
+        experts: routed experts that the rows of a timestep passed through, added up over timesteps and layers. A stage that
+            replays captured forwards, on a GPU, does not count them.
+        expert_layers: layers with experts in these timesteps, added up.
+        num_experts: routed experts of a layer; 0 without any.
     """
 
     rank: int
@@ -83,6 +87,9 @@ class StageStats(Record, frozen=True):
     pruned_rows: int
     compute_seconds: float
     wait_seconds: float
+    experts: int = 0
+    expert_layers: int = 0
+    num_experts: int = 0
 
 
 class ActivityReport(Record, frozen=True):

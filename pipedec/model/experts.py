@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.formats import Format, Plain
+from pipedec.formats import Format
 from pipedec.model.matrices import Matrix, Products
 
 UP = ("gate_up_proj", "up_proj")  # the names of an experts module of transformers for what a row enters by
@@ -26,23 +26,19 @@ class ExpertMatrices:
     Attributes:
         format: of the matrices in the file.
         shape: [experts, N, K].
-        is_swapped: whether a file that has them as one plain tensor has inputs before outputs.
+        is_transposed: whether the module has inputs before outputs, and so a file whose shapes do not show it.
     """
 
     def __init__(self, matrices: Sequence[Matrix], is_transposed: bool = False) -> None:
-        self.matrices, self._is_transposed = list(matrices), is_transposed
+        self.matrices, self.is_transposed = list(matrices), is_transposed
         self.shape = torch.Size((len(self.matrices), *self.matrices[0].shape))
-
-    @property
-    def is_swapped(self) -> bool:
-        return self._is_transposed and isinstance(self.format, Plain)
 
     @property
     def format(self) -> Format:
         return self.matrices[0].format
 
     def __getitem__(self, outputs: slice) -> ExpertMatrices:
-        return ExpertMatrices([matrix[outputs] for matrix in self.matrices], self._is_transposed)
+        return ExpertMatrices([matrix[outputs] for matrix in self.matrices], self.is_transposed)
 
     def prepare(self) -> None:
         """See ``Matrix.prepared``."""

@@ -124,7 +124,8 @@ class ModuleLayers(StageLayers):
         matrices = {id(module.matrix): module.matrix for module in modules if isinstance(module, _Product)}
         found = [tensor for matrix in matrices.values() for tensor in matrix.tensors()]
         found += [tensor for module in modules if has_experts(module) for tensor in module.pipedec_experts.tensors()]
-        found += [parameter for root in (self._model, self._norm) for parameter in root.parameters() if not parameter.is_meta]
+        states = [root.state_dict(keep_vars=True).values() for root in (self._model, self._norm)]
+        found += [tensor for state in states for tensor in state if not tensor.is_meta]
         return found if self._embedding_VE is None else [*found, *self._embedding_VE.tensors()]
 
     # What the modules call

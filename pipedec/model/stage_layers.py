@@ -67,6 +67,8 @@ class StageLayers(ABC):
         shape: of the layers' attention.
         products: the products with their matrices.
         can_capture: whether a forward reads no tensor's values on the host.
+        routed: the routed experts of those of its layers that have any.
+        experts_read: experts that the rows of the last forward passed through, added up over layers; None if none was counted.
         mask_embeddings: [M, E], embeddings of masks (BiTA); None without.
     """
 
@@ -80,6 +82,8 @@ class StageLayers(ABC):
         attention = {number: layer for number, layer in own if isinstance(layer, LayerShape)}
         self.shape = LayersShape(attention, config.hidden_size, storage.dtype)
         self.products = Products()
+        self.routed = tuple(one for one in config.experts[layers.start : layers.stop] if one is not None)
+        self.experts_read: int | None = None
         self.mask_embeddings: Tensor | None = None
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, Shape
-from pipedec.formats import FLOATS, PLAIN, FileTensor, Format, Plain, file_names, full_name, own_suffix
+from pipedec.formats import PLAIN, FileTensor, Format, file_names, full_name, is_stack, own_suffix
 from pipedec.model.experts import ExpertMatrices
 from pipedec.model.matrices import DenseMatrix, Matrix
 
@@ -68,16 +68,17 @@ class Checkpoint:
         unused: set[str] = set()
         for name, shape in span_shapes(config, whole, files.file_of).items():
             format = self.format_of(config, name, shape)
-            stored = file_names(name, format, shape)
+            stored = self._stored(name, format, shape)
             for one, tensor in stored.items():
                 if one not in elsewhere and not (tensor.is_optional and one not in self):
                     self.check_tensor(one, tensor)
-            expected |= stored.keys()
-            unused |= {full_name(name, suffix) for suffix in format.unused}
+            expected.update(stored)
+            unused.update(full_name(name, suffix) for suffix in format.unused)
         for name in (unused - expected) & files.places.keys():
             self._check_unused(name)
+        known = expected | unused
         for name in files.file_of:
-            if name not in expected | unused and not config.ignores(name):
+            if name not in known and not config.ignores(name):
                 raise UserError(
                     f"{files.file_of[name]}: tensor {name} is not part of this {config.model_type} model: "
                     "config.json and the weights do not belong together"
@@ -118,7 +119,7 @@ class Checkpoint:
         Raises:
             UserError: a tensor is missing, or has the wrong shape or dtype.
         """
-        stored = {name: _file_tensors(name, target) for name, target in targets.items()}
+        stored = {name: self._stored(name, _format(target), tuple(target.shape)) for name, target in targets.items()}
         for tensors in stored.values():
             for one, tensor in tensors.items():
                 if not (tensor.is_optional and one not in self):
@@ -135,9 +136,10 @@ class Checkpoint:
         """Part by part."""
         here = {one: tensor for one, tensor in stored.items() if one in self}
         if isinstance(target, ExpertMatrices):
+            is_turned = self._is_turned(name, target.format, tuple(target.shape), target.is_transposed)
             for expert, matrix in enumerate(target.matrices):
-                own = {own_suffix(name, one): self._read_expert(one, expert) for one in here}
-                matrix.fill({suffix: one.t() if target.is_swapped else one for suffix, one in own.items()})
+                own = {own_suffix(name, one): self._read_expert(one, tensor, expert) for one, tensor in here.items()}
+                matrix.fill({suffix: one.mT if is_turned and one.dim() == 2 else one for suffix, one in own.items()})
             return
         if isinstance(target, Tensor) and target.dim() == 2:
             target = DenseMatrix(target)
@@ -164,8 +166,26 @@ class Checkpoint:
             return torch.from_numpy(index.read(name, *rows) if "F32" in tensor.dtypes else index.raw(name, *rows))
         return self._opened.read(file, name, None if outputs is None else tensor.places(outputs))
 
-    def _read_expert(self, name: str, expert: int) -> Tensor:
+    def _stored(self, name: str, format: Format, shape: Shape) -> dict[str, FileTensor]:
+        """The tensors of the file that make one of the model (see ``file_names``)."""
+        is_turned = self._is_turned(name, format, shape)
+        return file_names(name, format, (shape[0], shape[2], shape[1]) if is_turned else shape)
+
+    def _is_turned(self, name: str, format: Format, shape: Shape, in_doubt: bool = False) -> bool:
+        """Whether a stack of matrices [E, N, K] is in the file as [E, K, N], which is never so in GGUF.
+
+        ``in_doubt``: the answer for N = K.
+        """
+        if self._files.gguf is not None or not is_stack(name, shape) or not format.is_turnable:
+            return False
+        experts, outputs, inputs = shape
+        place = self._files.places.get(name)
+        return in_doubt if outputs == inputs else place is not None and place.shape == (experts, inputs, outputs)
+
+    def _read_expert(self, name: str, tensor: FileTensor, expert: int) -> Tensor:
         """The part of a stack that belongs to an expert."""
+        if self._files.gguf is not None:
+            return self._read(name, tensor, slice(expert, expert + 1))[0]
         return self._opened.read(self._files.file_of[name], name, (slice(expert, expert + 1),))[0]
 
 
@@ -192,8 +212,5 @@ class _OpenFile:
         self._path, self._handle, self._num_bytes = Path(), None, 0
 
 
-def _file_tensors(name: str, target: Target) -> dict[str, FileTensor]:
-    format, shape = PLAIN if isinstance(target, Tensor) else target.format, tuple(target.shape)
-    if isinstance(target, ExpertMatrices) and isinstance(format, Plain):
-        return {name: FileTensor(FLOATS, (shape[0], shape[2], shape[1]) if target.is_swapped else shape)}
-    return file_names(name, format, shape)
+def _format(target: Target) -> Format:
+    return PLAIN if isinstance(target, Tensor) else target.format

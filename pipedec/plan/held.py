@@ -13,7 +13,7 @@ from pipedec.formats.base import Shape
 
 # What torch's operations on a GPU read and write per weight while codes are unpacked, counted as they run.
 _HALVES, _ZEROS, _TABLE = 5, 8, 4  # codes of 4 bits, zero points, and places in a table
-_BLOCKS = {"Q8_0": 0, "Q4_0": 5, "Q4_1": 11, "Q4_K": 12, "Q5_0": 11, "Q5_1": 17, "Q5_K": 18, "Q6_K": 12}
+_BLOCKS = {"Q8_0": 0, "Q4_0": 5, "Q4_1": 11, "Q4_K": 12, "Q5_0": 11, "Q5_1": 17, "Q5_K": 18, "Q6_K": 12, "MXFP4": _TABLE}
 
 
 @dataclass(frozen=True)

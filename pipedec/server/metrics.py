@@ -174,6 +174,13 @@ class ClusterMetrics(Collector):
         ):
             values = {str(stage.rank): getattr(stage, name) for stage in status.stages}
             yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
+        routed = [stage for stage in status.stages if stage.num_experts]
+        for name, text in (
+            ("experts", "Routed experts that the rows of a timestep passed through, added up over layers and timesteps."),
+            ("expert_layers", "Layers with experts in these timesteps: those experts by these are the mean of a layer."),
+        ):
+            values = {str(stage.rank): getattr(stage, name) for stage in routed}
+            yield self._by("stage", CounterMetricFamily, f"pipedec:stage_{name}", text, values)
         ranks = () if self.description is None else self.description.ranks
         links = {str(rank.rank): rank.link for rank in ranks if rank.link is not None}
         for name, text in (

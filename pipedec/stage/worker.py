@@ -134,6 +134,8 @@ class StageWorker:
     Attributes:
         rows: how many were computed.
         pruned_rows: how many were dropped without having been accepted: void ones, and rows of trees that verdicts pruned.
+        experts: that rows of a forward passed through, added up over forwards and layers, as far as they were counted.
+        expert_layers: layers with experts in these forwards, added up.
     """
 
     def __init__(
@@ -146,11 +148,17 @@ class StageWorker:
         self._faults = RequestFaults(rank_name(stage), self._drop)
         self.rows = 0
         self.pruned_rows = 0
+        self.experts = self.expert_layers = 0
 
     @property
     def num_lanes(self) -> int:
         """Number of requests that are open."""
         return len(self._lanes)
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer, at the most; 0 without any."""
+        return max((one.num_experts for one in self._model.stack.routed), default=0)
 
     @property
     def cache_slots(self) -> int:
@@ -239,6 +247,10 @@ class StageWorker:
         inputs = torch.cat([step.token_ids if step.hidden is None else step.hidden for step in entering])
         inputs = to_device(inputs, self._device)
         hidden_RE = self._model.forward(inputs, lanes)
+        stack = self._model.stack
+        if stack.experts_read is not None:
+            self.experts += stack.experts_read
+            self.expert_layers += len(stack.routed)
         for number in numbers:
             self._lanes[number].save_snapshot()
         if not (is_finite := known_finite(hidden_RE)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
@@ -65,11 +65,11 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
         is_transposed = getattr(made.get_submodule(place.module), "is_transposed", False)
         tensor = tensor if place.expert is None else tensor[place.expert]
         tensor = tensor if place.rows is None else tensor[slice(*place.rows)]
-        if format is PLAIN:
+        if is_stack(name, shape):
+            matrices = [WidenedMatrix(matrix, [(format, shape[1])]) for matrix in (tensor.mT if is_transposed else tensor)]
+            targets[name] = ExpertMatrices(matrices, is_transposed)
+        elif format is PLAIN:
             targets[name] = tensor
-        elif is_stack(name, shape):
-            matrices = tensor.mT if is_transposed else tensor
-            targets[name] = ExpertMatrices([WidenedMatrix(matrix, [(format, shape[1])]) for matrix in matrices])
         else:
             targets[name] = WidenedMatrix(tensor, [(format, shape[0])])
     checkpoint.read_into(targets)
@@ -93,8 +93,9 @@ class Reference:
                 module = self._model.get_submodule(name.rpartition(".")[0])
                 stacks = weight.dim() == 3 and has_experts(module)
                 matrices = weight.data.mT if stacks and module.is_transposed else weight.data
-                for matrix in matrices if stacks else [matrices] if weight.dim() == 2 else []:
-                    if id(weight) in rounds and not name.endswith("_bias"):
+                is_matrix = weight.dim() == 2 and isinstance(module, nn.Linear | nn.Embedding)  # a router's stays as it is
+                for matrix in matrices if stacks else [matrices] if is_matrix else []:
+                    if id(weight) in rounds:
                         matrix.copy_(rounded(matrix.contiguous(), quantize if ".layers." in name else "int8"))
         self._end_token_ids = list(end_token_ids(spec.target))
         self._sequences = Sequences(spec.target)

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.checkpoints import save_tiny
 from support.specs import bare_spec
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from architectures.zoo import LAYERS, VOCABULARY
@@ -22,7 +24,9 @@ from pipedec.methods import find_method
 from pipedec.sampling.noise import gumbel
 from pipedec.verify.reference import load_transformers
 
-STAGES, METHODS, TOKENS, TIE = (1, 3, 5), ("pp", DEFAULT_METHOD), 24, 1e-4
+STAGES, METHODS, TOKENS = (1, 3, 5), ("pp", DEFAULT_METHOD), 24
+TIE = 1e-4  # the lead of a token below which rounding may choose another one
+ROUTERS_TIE = 1e-5  # the same of an expert, as a part of the best score: scores in float32 were seen to differ by 7e-6
 SAMPLINGS = {
     "greedy": SamplingParams(max_tokens=TOKENS, ignore_eos=True),
     "drawn": SamplingParams(1.0, seed=3, max_tokens=TOKENS, ignore_eos=True),
@@ -91,22 +95,24 @@ def answers(pipeline: LocalPipeline, method: str, questions: Sequence[tuple[str,
 
 
 def _expected(target: Path, questions: Sequence[tuple[str, int]]) -> dict[tuple[str, int], list[int] | None]:
-    """The answers of ``generate``; None where two tokens are nearly as good as each other."""
+    """The answers of ``generate``; None where two tokens, or two experts of a row, are nearly as good as each other."""
     model = load_transformers(target, torch.float32)
     found = {question: generated(model, PROMPTS[question[1]], SAMPLINGS[question[0]]) for question in questions}
-    return {question: None if lead < TIE else tokens for question, (tokens, lead) in found.items()}
+    return {question: tokens if is_clear else None for question, (tokens, is_clear) in found.items()}
 
 
 @torch.inference_mode()
-def generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], float]:
-    """The answer of ``generate``, and the smallest lead of a token over the next best."""
-    noisy = Noisy(sampling)
+def generated(model: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], bool]:
+    """The answer of ``generate``, and whether it is clear: no token and no expert was chosen by a lead as small as rounding."""
+    noisy, choices = Noisy(sampling), Choices()
     ids = torch.tensor([prompt])
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
-        logits_processor=LogitsProcessorList([noisy]), eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return [int(token) for token in output[0, len(prompt) :]], noisy.smallest_lead
+    with choices:
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+            logits_processor=LogitsProcessorList([noisy]), eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    tokens = [int(token) for token in output[0, len(prompt) :]]
+    return tokens, noisy.smallest_lead >= TIE and choices.smallest_lead >= ROUTERS_TIE
 
 
 class Noisy(LogitsProcessor):
@@ -121,6 +127,27 @@ class Noisy(LogitsProcessor):
         if self._sampling.is_stochastic:
             assert self._sampling.seed is not None
             scores = scores + gumbel(self._sampling.seed, torch.tensor([input_ids.shape[1]]), scores.shape[1])
-        best, second = scores[0].topk(2).values.tolist()
+        second, best = scores[0].sort().values[-2:].tolist()
         self.smallest_lead = min(self.smallest_lead, best - second)
         return scores
+
+
+class Choices(TorchFunctionMode):
+    """Notes by how much the last of the chosen experts, or groups of them, leads over the best one that is not chosen.
+
+    Routers of all architectures choose by ``topk``. Leads are parts of the row's largest score.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.smallest_lead = float("inf")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if function in (torch.topk, Tensor.topk):
+            scores, count = args[0], found.values.shape[-1]
+            if count < scores.shape[-1]:
+                best = scores.topk(count + 1).values
+                leads = (best[..., -2] - best[..., -1]) / scores.abs().where(scores.isfinite(), 0).amax(-1)
+                self.smallest_lead = min(self.smallest_lead, *leads[~leads.isnan()].flatten().tolist())
+        return found

@@ -38,10 +38,12 @@ class Row:
 
 
 def described(config: TransformersConfig) -> str:
-    """The attention of its layers, and what other layers they have."""
+    """The attention of its layers, and what else they have."""
     parts = dict.fromkeys(part for layer in config.layers for part in _parts(layer))
     if len({layer.cached for layer in config.layers if isinstance(layer, LayerShape)}) > 1:
         parts["caches of several shapes"] = None
+    if any(config.experts):
+        parts["experts"] = None
     return ", ".join(parts) or "plain"
 
 

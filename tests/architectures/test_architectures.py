@@ -7,19 +7,15 @@ CI tries a tenth of them; ``make architectures`` tries all, and writes docs/resu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.quantized_files import write_quantized_checkpoint
 from support.specs import bare_spec
-from torch import Tensor
 from transformers import conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_overlay, sliding_window_overlay
-from transformers.models.gpt_oss import modeling_gpt_oss
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from architectures.answers import PROMPTS, SAMPLINGS, answers, compare, generated
 from architectures.table import DOCUMENT, Row, described, read_table, write_row
@@ -57,7 +53,7 @@ def test_an_architecture_is_exact_or_refused(model_type: str, tmp_path: Path, py
         write_row(row, Path(rows))
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "olmo3", "youtu", "qwen3_5_text", "kimi_linear"])
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo3", "youtu", "qwen3_5_text", "kimi_linear", "gpt_oss"])
 def test_a_plan_counts_the_bytes_that_stages_load(model_type: str, tmp_path: Path) -> None:
     save_model(model_type, tmp_path)
     config = model_config(tmp_path, "transformers")
@@ -141,22 +137,11 @@ def test_modules_compute_with_weights_as_they_are_stored(model_type: str, format
     assert answers(pipeline, "pp", [("greedy", 1)]) == [expected]
 
 
-class DenseMLP(LlamaMLP):
-    """In place of a mixture of experts, which also returns scores of its router."""
-
-    def __init__(self, config: Any) -> None:
-        config.mlp_bias, config.hidden_act = False, "silu"
-        super().__init__(config)
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
 @pytest.mark.numbers
-def test_sinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attention of gpt-oss, in layers without its experts: windows, and sinks with a score for every head."""
-    monkeypatch.setattr(modeling_gpt_oss, "GptOssMLP", DenseMLP)
-    save_model("gpt_oss", tmp_path / "target")
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3"])
+def test_mixtures_of_experts(model_type: str, tmp_path: Path) -> None:
+    """Stacks with biases, windows and sinks; experts in groups, one shared by all rows, and latents."""
+    save_model(model_type, tmp_path / "target")
     found = compare(tmp_path / "target", tmp_path, [3], [DEFAULT_METHOD], ["greedy"])
     assert found.answers and not found.different, found.different
 

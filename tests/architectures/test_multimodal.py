@@ -29,7 +29,8 @@ from pipedec.verify.reference import load_transformers
 TOWERS = {
     "gemma3": ["multi_modal_projector", "vision_tower"], "gemma4": ["model.embed_vision", "model.vision_tower"],
     "mistral3": ["multi_modal_projector", "vision_tower"], "qwen2_5_vl": ["visual"], "qwen3_vl": ["model.visual"],
-    "qwen3_5": ["model.visual"],
+    "qwen3_5": ["model.visual"], "qwen3_5_moe": ["model.visual"], "qwen3_vl_moe": ["model.visual"],
+    "kimi_k25": ["mm_projector", "model", "vision_tower"],
 }  # fmt: skip
 
 

@@ -57,7 +57,8 @@ _THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [4, 2, 2]}}
 _SOME_OF_THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 MULTIMODAL: dict[str, dict[str, Any]] = {  # with what the text model of each has besides
     "gemma3": {}, "gemma4": _OWN["gemma4_text"], "mistral3": {}, "qwen2_5_vl": _THREE_AXES, "qwen3_vl": _THREE_AXES,
-    "qwen3_5": _DELTA_HEADS | _SOME_OF_THREE_AXES,
+    "qwen3_5": _DELTA_HEADS | _SOME_OF_THREE_AXES, "qwen3_5_moe": _DELTA_HEADS | _SOME_OF_THREE_AXES,
+    "qwen3_vl_moe": _THREE_AXES | {"sliding_window": None}, "kimi_k25": {},
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from pipedec.core.errors import PipedecError
 from pipedec.engine.build import load_drafter
 from pipedec.engine.devices import chosen_device
 from pipedec.messages.run import LinkSpeed, RunDescription
+from pipedec.messages.stats import StageStats
 from pipedec.methods import METHOD_NAMES
 from pipedec.plan.spec import DISPATCHES
 from pipedec.scheduler import RankScheduler, connect
@@ -130,6 +131,21 @@ def test_the_status_shows_how_fast_links_between_hosts_are(pipedec: Calls, known
         scheduler.clear()
     links = ("rank 0 to rank 1: 40.1 ms, at least 98 Mbit/s", "rank 1 to rank 2: 0.05 ms, at least 3,200 Mbit/s")
     assert f"Links: {'; '.join(links)}.\n" in shown
+
+
+def test_the_status_shows_how_many_experts_a_timestep_reads(pipedec: Calls, known_resident: LocalCluster) -> None:
+    assert "Experts:" not in pipedec("status").err
+    redis_url = known_resident.address.redis_url
+    scheduler = RankScheduler(connect(redis_url), "mixture", Topology.even(2, 2))
+    scheduler.open(RunDescription(known_resident.spec.settings, scheduler.topology.groups, ((0, 1), (1, 2))))
+    try:
+        for rank, experts in ((1, 100), (2, 132)):
+            scheduler.publish_stats(StageStats(rank, 10, 20, 0, 1.0, 1.0, experts, expert_layers=10, num_experts=64))
+            scheduler.renew_lease(rank)
+        shown = pipedec("status", "--redis", redis_url, "--run", "mixture").err
+    finally:
+        scheduler.clear()
+    assert "Experts: 11.6 of 64 per timestep and layer.\n" in shown
 
 
 def test_submit_answers_several_prompts_together(

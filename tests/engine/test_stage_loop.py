@@ -88,7 +88,7 @@ class LateTransport:
 class LateWorker:
     """A stage whose device computes for ``COMPUTE_SECONDS``."""
 
-    rows = pruned_rows = cache_slots = 0
+    rows = pruned_rows = cache_slots = experts = expert_layers = num_experts = 0
 
     def __init__(self, cuda: FakeCuda, log: list[str]) -> None:
         self._cuda, self._log = cuda, log

@@ -28,7 +28,7 @@ from pipedec.formats import Ggml
 from pipedec.gguf import BLOCKS, TensorIndex, model_files, write_quantized
 from pipedec.gguf.index import TYPES
 from pipedec.model import Checkpoint, StageModel
-from pipedec.model.formats import WidenedMatrix, empty_matrix, stacked
+from pipedec.model.formats import QuantizedMatrix, WidenedMatrix, empty_matrix, stacked
 from pipedec.model.formats.ggml import GgmlMatrix
 from pipedec.model.matrices import StackedMatrix
 from pipedec.model.weights import CHUNK_VALUES
@@ -60,7 +60,9 @@ STORED: dict[str, tuple[str, str, dict[str, str] | None, dict[str, Any]]] = {
     "mistral-tied": ("mistral", "Q5_K", None, {"sliding_window": None, "tie_word_embeddings": True}),
     "qwen2-tied": ("qwen2", "Q4_0", {"ffn_gate": "Q8_0"}, {"tie_word_embeddings": True}),
 }
+SCALES: dict[str, tuple[int, ...]]
 SCALES = {kind: (208,) if kind == "Q6_K" else (0, 2) if kind.endswith(("_1", "4_K", "5_K")) else (0,) for kind in BLOCKS}
+SCALES["MXFP4"] = ()
 LLAMA31 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -178,18 +180,20 @@ def widened(file: Path, folder: Path) -> Path:
 
 
 def random_rows(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
-    """Rows of any bytes, apart from scales that are no finite numbers."""
+    """Rows of any bytes, apart from scales that are no finite numbers: in MXFP4, the largest exponents."""
     size, num_bytes = BLOCKS[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (outputs, inputs // size, num_bytes), np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] %= 253
     for place in SCALES[kind]:
         blocks[..., place + 1] &= 0xFB
     return blocks.reshape(outputs, -1)
 
 
-def filled(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> GgmlMatrix:
+def filled(kind: str, rows: np.ndarray, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     size, num_bytes = BLOCKS[kind]
     matrix = empty_matrix(Ggml(kind), len(rows), rows.shape[1] // num_bytes * size, dtype, torch.device("cpu"))
-    assert isinstance(matrix, GgmlMatrix)
+    assert isinstance(matrix, QuantizedMatrix)
     matrix.fill({"weight": torch.from_numpy(rows)})
     return matrix
 

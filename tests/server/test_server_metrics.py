@@ -37,7 +37,10 @@ STATS = RunStats(
     timestep_seconds=Histogram((0.01, 0.1), (40, 9, 1), 1.5), corrupted=3, passage=6,
 )  # fmt: skip
 LINKS = (LinkSpeed(0.04, 12.5e6), None, LinkSpeed(0.05, 1e6))
-STAGES = (StageStats(1, 50, 95, 5, 1.25, 0.5), StageStats(2, 50, 80, 20, 1.0, 0.75))
+STAGES = (
+    StageStats(1, 50, 95, 5, 1.25, 0.5),
+    StageStats(2, 50, 80, 20, 1.0, 0.75, 240, 20, 64),
+)
 STATUS = RunStatus(
     "up", 9, 4, (5, 6, 7), (0, 1, 2), stats=STATS, stages=STAGES, epoch=4, serving=3, recovers=True,
     recoveries=(Recovery(3, (1,), "killed", 1_000_000, 1_750_000), Recovery(4, (2,), "killed", 5_000_000)), num_recoveries=4,
@@ -184,6 +187,8 @@ def test_what_the_cluster_tells(metrics: ServerMetrics) -> None:
         ("pipedec:stage_pruned_rows_total", "stage"): {"1": 5, "2": 20},
         ("pipedec:stage_compute_seconds_total", "stage"): {"1": 1.25, "2": 1.0},
         ("pipedec:stage_wait_seconds_total", "stage"): {"1": 0.5, "2": 0.75},
+        ("pipedec:stage_experts_total", "stage"): {"2": 240},
+        ("pipedec:stage_expert_layers_total", "stage"): {"2": 20},
         ("pipedec:link_latency_seconds", "rank"): {"0": 0.04, "2": 0.05},
         ("pipedec:link_bytes_per_second", "rank"): {"0": 12.5e6, "2": 1e6},
     }

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Load, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
+from pipedec.families import ExpertsShape
 from pipedec.model import StageModel
 from pipedec.stage import FinalStageWorker, StageWorker
 from pipedec.threads import NewSequence, Sequence
@@ -245,3 +246,15 @@ def test_a_stage_counts_its_rows_and_those_that_nobody_needed(target: Target) ->
     assert stage.pruned_rows == 5
     stage.compute({1: rows((30, 0), (31, 0))})
     assert (stage.rows, stage.pruned_rows) == (len(PROMPT) + 6, 7)
+
+
+def test_experts_are_counted_where_the_layers_count_them(target: Target) -> None:
+    stage = target.stage(range(0, 2))
+    stack = stage.worker._model.stack
+    assert (stack.routed, stage.num_experts) == ((), 0)
+    stack.routed = (ExpertsShape(64, 4),) * 2
+    stage.open(1, opening_of())
+    for token, read in zip(PROMPT, (None, 8, 13, None, 9), strict=True):
+        stack.experts_read = read
+        stage.compute({1: prompt_chunk(token)})
+    assert (stage.experts, stage.expert_layers, stage.num_experts) == (30, 6, 64)

@@ -12,14 +12,17 @@ import numpy.typing as npt
 from safetensors.numpy import load_file
 
 from support.gguf_hybrids import HYBRIDS, hybrid_fields, hybrid_tensors
+from support.gguf_mixtures import mixture_fields, with_stacks
 
 Floats = npt.NDArray[np.float32]
 # By model_type of transformers, where the architecture has another name.
 NAMES = {
     "mistral": "llama", "ministral3": "mistral3", "gemma3_text": "gemma3", "phi": "phi2", "olmo3": "olmo2", "cohere": "command-r",
     "gpt_neox": "gptneox", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama", "gpt_oss": "gpt-oss",
+    "glm4_moe": "glm4moe",
 }  # fmt: skip
-_PERMUTED = ("llama", "mistral", "ministral3", "olmo", "granite", "smollm3", "arcee")
+_PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "olmo", "granite", "smollm3", "arcee")
 _PARTLY_TURNED = ("phi", "phi3", "glm4", "gpt_neox")
 _WITHOUT_BASE = ("gemma", "gemma2", "phi", "gpt_neox", "minicpm3")  # their converter does not write rope.freq_base
 _WITHOUT_HEAD_DIM = ("phi", "phi3", "starcoder2", "olmo", "olmo2", "olmo3", "cohere", "gpt_neox")
@@ -53,7 +56,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": heads,
     }
     if kind != "gpt_neox":
@@ -79,7 +82,7 @@ def fields_of(config: Mapping[str, Any]) -> dict[str, Any]:
         values["rope.scaling.original_context_length"] = config["original_max_position_embeddings"]
     if kind in _WITH_PATTERN and config.get("sliding_window"):
         values["attention.sliding_window_pattern"] = [layer == "sliding_attention" for layer in config["layer_types"]]
-    return values | hybrid_fields(config) | _scaling(config)
+    return values | hybrid_fields(config) | mixture_fields(config) | _scaling(config)
 
 
 def file_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_new: bool = True) -> dict[str, Floats]:
@@ -87,7 +90,8 @@ def file_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_ne
     if config["model_type"] in HYBRIDS:
         return hybrid_tensors(config, tensors, is_new)
     numbers = ".act_fn"  # numbers that are metadata
-    return {name: converted(config, name.rpartition(".")[0], values) for name, values in tensors.items() if numbers not in name}
+    found = with_stacks(config, tensors)
+    return {name: converted(config, name.rpartition(".")[0], values) for name, values in found.items() if numbers not in name}
 
 
 def converted(config: Mapping[str, Any], module: str, values: Floats) -> Floats:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map
-from gguf.quants import quantize
-from safetensors.numpy import load_file
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
 
 from pipedec.core.errors import UserError
 from pipedec.engine.build import checked
+from pipedec.gguf import BLOCKS, TensorIndex, model_files
+from pipedec.model import Checkpoint
 from support.gguf_architectures import NAMES, factors, fields_of, file_tensors, layer_values
 
 Floats = npt.NDArray[np.float32]
@@ -96,6 +100,44 @@ def tensors_of(checkpoint: Path, config: Mapping[str, Any], architecture: str, i
         str(known.get_name(name, (".weight", ".bias"))): np.ascontiguousarray(values, dtype=np.float32)
         for name, values in stored.items()
     }
+
+
+def values_in(file: Path, source: Path, folder: Path, is_new: bool = True) -> dict[str, Floats]:
+    """The values of a checkpoint as the file has them, with the library's widening.
+
+    Where each is in the file is found by converting a checkpoint whose matrices hold the numbers of their places.
+    """
+    original = load_file(source / "model.safetensors")
+    starts = dict(zip(original, accumulate((values.size for values in original.values()), initial=0), strict=False))
+    numbered = {key: np.arange(values.size).reshape(values.shape) + starts[key] for key, values in original.items()}
+    matrices = {key: values.astype(np.float32) for key, values in numbered.items() if values.ndim > 1}
+    save_file(matrices, folder / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    reader = GGUFReader(file)
+    places = tensors_of(folder, config, str(reader.fields["general.architecture"].contents()), is_new)
+    found = np.empty(sum(values.size for values in original.values()), np.float32)
+    for tensor in reader.tensors:
+        if tensor.name in places:
+            found[places[tensor.name].astype(np.int64).reshape(-1)] = dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+    return original | {key: found[numbered[key]] for key in matrices}
+
+
+def assert_reads(file: Path, expected: dict[str, Floats]) -> None:
+    """That the checkpoint has these tensors and no others, also row by row and in blocks."""
+    checkpoint, index = Checkpoint(file), TensorIndex.load(model_files(file))
+    assert set(checkpoint.names) == expected.keys()
+    for key, values in expected.items():
+        read = torch.empty(values.shape)
+        checkpoint.read_into({key: read})
+        if key.endswith("A_log"):  # the logarithm of an exponential function, both rounded
+            torch.testing.assert_close(read, torch.from_numpy(values), atol=1e-6, rtol=1e-6)
+        else:
+            assert torch.equal(read, torch.from_numpy(values)), key
+        if values.ndim > 1:
+            half = len(values) // 2
+            assert np.array_equal(index.read(key, half), values[half:]), key
+            if (kind := index.tensors[key].read_type) in BLOCKS:
+                assert np.array_equal(dequantize(index.raw(key, half), GGMLQuantizationType[kind]), values[half:]), key
 
 
 def byte_level_tokenizer(directory: Path, pre: str = "gpt-2") -> dict[str, Any]:

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from support.gguf_mixtures import with_stacks
+
 Floats = npt.NDArray[np.float32]
-HYBRIDS = ("qwen3_next", "qwen3_5_text")
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_TILED = ("qwen3_5_text", "qwen3_5_moe_text")
 
 
 def hybrid_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,14 +27,9 @@ def hybrid_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
         "full_attention_interval": config["layer_types"].index("full_attention") + 1,
     }
-    if config["model_type"] == "qwen3_5_text":
-        return fields | {"rope.dimension_sections": [*config["rope_parameters"].get("mrope_section", (11, 11, 10)), 0]}
-    return fields | {
-        "expert_count": config["num_experts"],
-        "expert_used_count": config["num_experts_per_tok"],
-        "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
-    }
+    if config["model_type"] in _TILED:
+        fields["rope.dimension_sections"] = [*config["rope_parameters"].get("mrope_section", (11, 11, 10)), 0]
+    return fields
 
 
 def hybrid_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_new: bool = True) -> dict[str, Floats]:
@@ -40,15 +38,9 @@ def hybrid_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_
     ``is_new``: whether queries, keys, values and gates of Qwen3-Next are separated, which older converters did not do.
     """
     found: dict[str, Floats] = {}
-    experts: dict[str, list[Floats]] = {}
-    for name, values in sorted(tensors.items()):  # experts in order, as there are no more than ten
-        stored = values
-        if config["model_type"] == "qwen3_5_text":
-            stored = _tiled(config, name, stored)
-        if ".mlp.experts." in name:
-            front, _, back = name.partition(".experts.")
-            experts.setdefault(f"{front}.experts.{back.partition('.')[2]}", []).append(stored)
-        elif "in_proj_qkvz" in name and is_new:
+    for name, values in with_stacks(config, tensors).items():
+        stored = _tiled(config, name, values) if config["model_type"] in _TILED else values
+        if "in_proj_qkvz" in name and is_new:
             found |= {name.replace("qkvz", part): rows for part, rows in _separated(config, stored).items()}
         elif name.endswith("dt_bias"):
             found[name.replace("dt_bias", "dt_proj.bias")] = stored
@@ -59,7 +51,7 @@ def hybrid_tensors(config: Mapping[str, Any], tensors: Mapping[str, Floats], is_
         else:
             adds = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
             found[name] = stored + np.float32(1) if adds else stored
-    return found | {name: np.stack(each) for name, each in experts.items()}
+    return found
 
 
 def _tiled(config: Mapping[str, Any], name: str, values: Floats) -> Floats:

@@ -32,7 +32,7 @@ from pipedec.model import Checkpoint, WidenedMatrix
 from support import quantized_float_files
 
 GROUP = 32
-LINEAR = r"\.\d+\..*_proj\.weight$"  # the matrices that a checkpoint has quantized
+LINEAR = r"\.\d+\..*_proj\.weight$|\.experts\.\w+_proj$"  # matrices that a checkpoint has quantized, and stacks of them
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output in each 4 bits of a word, lowest first
 
 Tensors = dict[str, torch.Tensor]
@@ -254,6 +254,7 @@ def write_quantized_checkpoint(
     dense: Path | None = None,
     others: Mapping[str, str | None] | None = None,
     quantization: Mapping[str, Any] | None = None,
+    has_inputs_first: bool = False,
 ) -> Tensors:
     """Quantize the linear maps of the layers of a checkpoint; everything else is copied.
 
@@ -261,6 +262,7 @@ def write_quantized_checkpoint(
         dense: where a checkpoint is written with the same weights as float32 numbers.
         others: formats of modules whose names a regular expression finds; None for those that stay as they are. The first counts.
         quantization: replaces keys of ``quantization_config``; those with None are left out.
+        has_inputs_first: whether stacks of matrices of experts in ``source`` have inputs before outputs, unlike quantized ones.
 
     Returns:
         All weights of ``dense``.
@@ -274,8 +276,15 @@ def write_quantized_checkpoint(
         if not is_linear or chosen is None:
             written[name] = weight
             continue
-        parts, plain[name] = WRITERS[chosen](weight, rng)
-        written |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in parts.items()}
+        if weight.dim() == 2:
+            parts, plain[name] = WRITERS[chosen](weight, rng)
+            written |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in parts.items()}
+            continue
+        stack = weight.mT if has_inputs_first else weight
+        matrices, dense_matrices = zip(*(WRITERS[chosen](matrix.contiguous(), rng) for matrix in stack), strict=True)
+        plain[name] = torch.stack(dense_matrices).mT if has_inputs_first else torch.stack(dense_matrices)
+        for suffix in matrices[0]:
+            written[name + suffix.removeprefix("weight")] = torch.stack([parts[suffix] for parts in matrices])
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     changed = quantization or {}
     described = {

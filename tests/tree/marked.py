@@ -136,6 +136,7 @@ class MarkedModel:
     worker: StageWorker = field(init=False)
     pool: KVPool = field(init=False)
     config = SimpleNamespace(vocab_size=len(TEXTS))
+    stack = SimpleNamespace(routed=(), experts_read=None)
 
     def make_pool(self, slots: int, block: int, states: StateCounts | None = None) -> KVPool:
         self.pool = KVPool([KVShape(1, 1, 1)], torch.float64, slots, block)

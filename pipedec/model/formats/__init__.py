@@ -13,7 +13,7 @@ from pipedec.formats import Affine, Bnb4, Float8, Format, Ggml, Mxfp4, Plain, Ro
 from pipedec.model.formats.affine import AffineMatrix
 from pipedec.model.formats.base import QuantizedMatrix
 from pipedec.model.formats.float8 import Float8Matrix
-from pipedec.model.formats.ggml import GgmlMatrix
+from pipedec.model.formats.ggml import empty_blocks
 from pipedec.model.formats.rounded import empty_rounded, rounded
 from pipedec.model.formats.tables import Bnb4Matrix, Mxfp4Matrix
 from pipedec.model.matrices import DenseMatrix, Matrix, StackedMatrix
@@ -29,7 +29,7 @@ KINDS: dict[type[Format], Empty] = {  # how a matrix without values is made
     Float8: Float8Matrix.empty,
     Mxfp4: Mxfp4Matrix.empty,
     Bnb4: Bnb4Matrix.empty,
-    Ggml: GgmlMatrix.empty,
+    Ggml: empty_blocks,
 }
 
 

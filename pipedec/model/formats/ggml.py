@@ -8,9 +8,9 @@ Shape legend: n outputs, N outputs of the matrix, K inputs, S blocks, P planes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +18,13 @@ from torch.nn import functional
 
 from pipedec.core.errors import UserError
 from pipedec.formats import Format, Ggml
+from pipedec.formats.tables import MXFP4_GROUP
 from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
 from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel
 from pipedec.model.formats.scratch import scratch
+from pipedec.model.formats.tables import Mxfp4Matrix
 
+_Held = TypeVar("_Held", bound=QuantizedMatrix)
 _HALF = 8  # what torch's kernel subtracts from codes of 4 bits
 _SIX, _FOUR, _UPPER = 0x3F3F3F3F, 0x0F0F0F0F, 0x30303030  # the lower 6 and 4 bits of four bytes, and the upper ones of 6
 
@@ -96,11 +99,8 @@ class GgmlMatrix(QuantizedMatrix):
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the rows of the file, uint8 [N, S · bytes of a block], slice by slice."""
-        first = 0
-        for part in self.slices(LOADED_VALUES):
-            rows = tensors["weight"][first : first + len(part)].to(self.device)
-            part._take(rows.unflatten(1, (-1, self.format.block_bytes)))
-            first += len(part)
+        for part, blocks in _slices(self, tensors["weight"], self.format.block_bytes):
+            part._take(blocks)
 
     def _take(self, blocks: Tensor) -> None:
         layout = self.layout
@@ -191,6 +191,31 @@ class GgmlMatrix(QuantizedMatrix):
         scales, smallest = self._scales(self.held)
         zeros = torch.zeros_like(scales) if smallest is None else smallest + _HALF * scales
         return scales.flatten(1), zeros.flatten(1)
+
+
+class Mxfp4Blocks(Mxfp4Matrix):
+    """Blocks of MXFP4: an exponent, then bytes whose lower 4 bits are those of the first half of the inputs."""
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """As ``GgmlMatrix.fill``."""
+        for part, blocks in _slices(self, tensors["weight"], 1 + MXFP4_GROUP // 2):
+            part.held["scales"].copy_(blocks[..., 0])
+            codes = _spread(blocks[..., 1:], 4, MXFP4_GROUP // 2)
+            part.held["codes"].copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+
+
+def empty_blocks(format: Ggml, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> QuantizedMatrix:
+    """A matrix without values, of any type. Raises UserError if its rows are not whole blocks."""
+    kind = Mxfp4Blocks if format.type == "MXFP4" else GgmlMatrix
+    return kind.empty(format, outputs, inputs, dtype, device)
+
+
+def _slices(matrix: _Held, rows: Tensor, block_bytes: int) -> Iterator[tuple[_Held, Tensor]]:
+    """Parts of a matrix, with their blocks [n, S, bytes of a block] from the rows of the file."""
+    first = 0
+    for part in matrix.slices(LOADED_VALUES):
+        yield part, rows[first : first + len(part)].to(matrix.device).unflatten(1, (-1, block_bytes))
+        first += len(part)
 
 
 def _length(part: slice) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
 from pipedec.formats import Bnb4, Format
-from pipedec.formats.tables import BNB_GROUP, MXFP4_GROUP, NESTED_SCALES
+from pipedec.formats.tables import BNB_GROUP, MXFP4_GROUP, NESTED_SCALES, whole_groups
 from pipedec.model.formats.base import Held, QuantizedMatrix
 from pipedec.model.formats.float8 import powers_of_two
 
@@ -28,7 +28,7 @@ _NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 _FP4 = tuple(one / 12 for one in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
-TABLES = {"mxfp4": (*_E2M1, *(-one for one in _E2M1)), "nf4": _NF4, "fp4": (*_FP4, 0.0, *(-one for one in _FP4[1:]))}
+TABLES = {"mxfp4": (*_E2M1, 0.0, *(-one for one in _E2M1[1:])), "nf4": _NF4, "fp4": (*_FP4, 0.0, *(-one for one in _FP4[1:]))}
 
 
 class TableMatrix(QuantizedMatrix):
@@ -61,9 +61,9 @@ class Mxfp4Matrix(TableMatrix):
     @classmethod
     def empty(cls, format: Format, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Self:
         """A matrix without values. Raises UserError if its sizes do not suit the format."""
-        scales = format.tensors((outputs, inputs))["weight_scales"]
+        groups = whole_groups(format.title, inputs, MXFP4_GROUP)
         codes = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device)
-        exponents_NG = torch.empty(scales.shape, dtype=torch.uint8, device=device)
+        exponents_NG = torch.empty(outputs, groups, dtype=torch.uint8, device=device)
         return cls(format, (outputs, inputs), dtype, {"codes": codes, "scales": exponents_NG})
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
