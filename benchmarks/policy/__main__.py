@@ -44,7 +44,7 @@ def policy(
         tuple[str, ...],
         Help(
             "METHOD[:KEY=VALUE,…] with the method's options, like proposers=draft+ngrams; may be repeated. Besides the usual "
-            "methods: chain, eagle2, flowspec, opt-tree, sequoia.",
+            f"methods: {', '.join(sorted(one.name for one in OPPONENTS))}.",
             "METHOD[:KEY=VALUE,…]", "--policy", repeated=True,
         ),
     ] = ("pipedec", "pipedec-bestfirst"),

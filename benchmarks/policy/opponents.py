@@ -1,5 +1,5 @@
 """Opponents of the default policy that only the replay knows: a chain of tokens, segments of a tree ordered by score, and static
-trees of other shapes.
+trees and chains of other shapes.
 
 They are policies within ``benchmarks.methods.registered(*OPPONENTS)``.
 """
@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Annotated
 
-from benchmarks.policy.shapes import Eagle2Options, OptTreeOptions, SequoiaOptions
+from benchmarks.policy.shapes import Eagle2Options, EvictOptions, MtpOptions, OptTreeOptions, SequoiaOptions
 from pipedec.core.request import TokenizedRequest
 from pipedec.decoding.best_first import BestFirst
 from pipedec.decoding.budget import Demand
@@ -75,4 +75,9 @@ OPPONENTS = (
     ),
     MethodEntry("opt-tree", "Static trees of OPT-Tree.", OptTreeOptions, "benchmarks.policy.shapes:OptTree", draft="required"),
     MethodEntry("sequoia", "Static trees of Sequoia.", SequoiaOptions, "benchmarks.policy.shapes:Sequoia", draft="required"),
+    MethodEntry("evict", "Trees of EVICT, cut by cost.", EvictOptions, "benchmarks.policy.shapes:Evict", draft="required"),
+    MethodEntry(
+        "mtp", "A chain of drafted tokens per round.", MtpOptions, "pipedec.decoding.static_tree:StaticTree", draft="required"
+    ),
 )  # fmt: skip
+FREE_DRAFTS = ("mtp",)  # methods whose draft forwards take no time: counted as if the target's own pass drafted

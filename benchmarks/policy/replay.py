@@ -21,9 +21,10 @@ from torch import Tensor
 
 from benchmarks.policy.recording import RecordedDrafter
 from pipedec.core.completion import Metrics
+from pipedec.core.limits import DRAFTED_ROWS
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import NewRequest, RequestUpdate, StageMessage, Step
+from pipedec.core.stage_message import Load, NewRequest, RequestUpdate, StageMessage, Step
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, Request, Resources, Scheduler
 from pipedec.decoding.acceptance import AcceptanceModel, Choices
@@ -213,8 +214,17 @@ class Replayed:
 _T = TypeVar("_T")
 
 
+def round_ms(emulation: Emulation, rows: int, forwards: int) -> float:
+    """Milliseconds of a round in which so many draft forwards are followed by one pass of ``rows`` rows through all stages."""
+    drafting = emulation.draft.compute_ms(Load(DRAFTED_ROWS)) if emulation.draft else 0.0
+    passing = sum(stage.compute_ms(Load(rows)) + stage.send_ms(rows) for stage in emulation.stages)
+    return forwards * drafting + passing
+
+
 class WatchedExperience(Experience):
-    """Experience that also reports which accepted tokens had been proposed."""
+    """Experience that also reports which accepted tokens had been proposed, and knows how long a round takes."""
+
+    round_ms: Callable[[int, int], float]  # by rows and draft forwards, in the pipeline that replays
 
     def __init__(self, passage: int, prior: LearnedAcceptance = NOTHING_LEARNED, expected_ms: Sequence[float] = ()) -> None:
         super().__init__(passage, prior, expected_ms=expected_ms)
@@ -303,6 +313,7 @@ class ReplayedPipeline:
         self.fill: list[list[dict[int, int]]] = []  # by timestep, for each group the requests and their numbers of rows there
         self.kv_slots: list[int] = []  # by timestep, those of running requests; empty without ``kv``
         self._kv, self._drafter, self._experience = kv, drafter, experience
+        experience.round_ms = partial(round_ms, emulation)
         self._passage = experience.controller.passage
         scheduler = self._scheduler = Scheduler(Resources(experience, drafter), kv, emulation.room, listeners=[self._on_record])
         scheduler.draft_rounds.time_forward = self.clock.own_work.drafting

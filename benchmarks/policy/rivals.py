@@ -33,13 +33,15 @@ class Rival:
 
 
 _SOURCES = {"proposers": ("draft", "draft+ngrams")}
-RIVALS = {
-    "static": Rival("stpp", {"rows": (72,), "depth": (8,), **_SOURCES}),
-    "eagle2": Rival("eagle2", {"rows": (72,), "depth": (6, 10), **_SOURCES}),
-    "opt-tree": Rival("opt-tree", {"rows": (48, 72, 96), "depth": (12,), **_SOURCES}),
-    "sequoia": Rival("sequoia", {"rows": (72,), "depth": (8,), **_SOURCES}),
-    "flowspec": Rival("flowspec", {"width": (16, 32), "forwards": (3,), **_SOURCES}),
-    "pipedec": Rival("pipedec", {"width": (16, 32)}),
+RIVALS = {  # with few rows for stages in which each further row takes time, and with many for others
+    "static": Rival("stpp", {"rows": (4, 8, 72), "depth": (4, 8), **_SOURCES}),
+    "eagle2": Rival("eagle2", {"rows": (4, 12, 72), "depth": (3, 6, 10), **_SOURCES}),
+    "opt-tree": Rival("opt-tree", {"rows": (4, 8, 16, 48, 72, 96), "depth": (12,), **_SOURCES}),
+    "sequoia": Rival("sequoia", {"rows": (4, 8, 72), "depth": (4, 8), **_SOURCES}),
+    "evict": Rival("evict", {"rows": (60,), "depth": (2, 3, 4, 6), **_SOURCES}),
+    "mtp": Rival("mtp", {"depth": range(1, 9)}),
+    "flowspec": Rival("flowspec", {"width": (1, 2, 16, 32), "forwards": (1, 3), **_SOURCES}),
+    "pipedec": Rival("pipedec", {"width": (2, 4, 16, 32)}),
     "chain": Rival("chain", {}),
 }
 

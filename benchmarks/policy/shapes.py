@@ -1,8 +1,11 @@
-"""Static trees of other shapes than ``stpp``'s: EAGLE-2 (arXiv 2406.16858), OPT-Tree (2406.17276) and Sequoia (2402.12374)."""
+"""Static trees of other shapes than ``stpp``'s: EAGLE-2 (arXiv 2406.16858), OPT-Tree (2406.17276), Sequoia (2402.12374), EVICT
+(2605.00342), and chains as MTP heads draft them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, islice
 from math import exp
 from typing import Annotated
 
@@ -10,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from benchmarks.policy.replay import WatchedExperience
 from pipedec.core.errors import BadValue
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Accepted
@@ -35,6 +39,18 @@ class Eagle2Options(StaticTreeOptions, frozen=True):
     @property
     def layer_rows(self) -> int:
         return self.children
+
+
+class EvictOptions(Eagle2Options, frozen=True):
+    """``evict``: ``rows`` and ``depth`` are those of the tree that is drafted, as EAGLE-2's, and cut."""
+
+
+class MtpOptions(StaticTreeOptions, frozen=True):
+    """``mtp``: a chain of ``depth`` drafted tokens in every round; drafting takes no time (see ``opponents.FREE_DRAFTS``)."""
+
+    width: Annotated[Rows, Option("Rows per layer")] = 1
+    children: Annotated[Children, Option("Children per row")] = 1
+    depth: Annotated[Depth, Option("Drafted tokens of a round")] = 3
 
 
 class OptTreeOptions(StaticTreeOptions, frozen=True):
@@ -78,6 +94,24 @@ class OptTree(StaticTree):
         self._best = [-cost for cost, _ in merged]
         gain = sum(map(exp, self._best)) - before
         return [Pick(parent, gain >= self.limits.min_gain / 100) for _, parent in new[: sum(is_new for _, is_new in merged)]]
+
+
+class Evict(StaticTree):
+    """EVICT (arXiv 2605.00342): a drafted tree is cut to its most cost-effective prefix before it is verified.
+
+    By the paper's abstract, the drafter's signals estimate what rows bring, and their cost was measured beforehand; answers stay
+    the same. Assumed here: the signals are the chances of paths, by which rows are ordered, and the prefix is the one with the
+    most expected tokens per millisecond of the whole round. The costs are exactly those of the replay.
+    """
+
+    def _finish(self) -> None:
+        super()._finish()
+        experience = self.resources.experience
+        assert isinstance(experience, WatchedExperience)
+        chances = map(exp, islice(self.tree.entering_chances(), self._size))
+        expected = enumerate(accumulate(chances), start=1)  # by rows: each that is accepted yields the token after it
+        paces = {rows: tokens / experience.round_ms(rows, self._drafted_layers) for rows, tokens in expected}
+        self._size = max(range(self.tree.num_certain, self._size + 1), key=paces.__getitem__)
 
 
 class PositionalAcceptance:

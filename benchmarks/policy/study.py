@@ -7,6 +7,7 @@ times and speed-ups, arithmetic for the others.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -16,11 +17,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from msgspec import Meta
 from msgspec.structs import replace
 from pandas import Categorical, DataFrame
 
 from benchmarks.methods import applicable_options
 from benchmarks.output import Preset, StageCount
+from benchmarks.policy.opponents import FREE_DRAFTS
 from benchmarks.policy.recording import AnswerRecording, DraftMemo, RecordedDrafter
 from benchmarks.policy.replay import Replayed, ReplayedPipeline, TimestepLosses, WatchedExperience
 from pipedec.bench.options import Drawing, DrawnPrompt, draw
@@ -44,6 +47,7 @@ from pipedec.families import model_config
 from pipedec.flags import ON_OFF, Help
 from pipedec.messages.request import LOCAL_TENANT, PromptRequest
 from pipedec.methods import METHODS
+from pipedec.plan.roofline import ROW_OVERLAP
 from pipedec.text.prompt import Prompter
 
 
@@ -62,6 +66,10 @@ class PolicyConfig(Drawing):
     pair: ModelPair = ModelPair()
     priors: Annotated[bool, Help("Begin with what ships beside the draft.")] = False
     shared_suffixes: Annotated[bool, Help("Draft also from earlier answers, of all prompt sets.", ON_OFF)] = False
+    expert_overlap: Annotated[
+        float, Meta(ge=0, lt=1),
+        Help("Share of a mixture's experts that rows have in common; 0: rows are routed independently (default: as measured)."),
+    ] = ROW_OVERLAP  # fmt: skip
 
     def __post_init__(self) -> None:
         self.cluster.find_partition(self.preset)
@@ -73,7 +81,10 @@ class PolicyConfig(Drawing):
     @cached_property
     def shape(self) -> Shape:
         """The emulated pipeline. Raises UserError if the target has too few layers."""
-        return emulated(self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work, priors=self.priors)
+        return emulated(
+            self.cluster, self.preset, self.stages, self.pair, own_work=self.own_work, priors=self.priors,
+            row_overlap=self.expert_overlap,
+        )  # fmt: skip
 
     @property
     def request(self) -> PromptRequest:
@@ -141,10 +152,14 @@ class Study:
     def _pipeline(self, policy: Policy) -> ReplayedPipeline:
         max_children = max(CHILDREN[-1], *(policy.limits.get("children") or 0 for policy in self._config.policies))
         drafter = RecordedDrafter(self._memos.__getitem__, lambda: self._draft, max_children) if self._spec.draft else None
-        assert self._spec.emulation is not None
+        emulation = self._spec.emulation
+        assert emulation is not None
+        if policy.method in FREE_DRAFTS and emulation.draft is not None:
+            free = dataclasses.replace(emulation.draft, compute=emulation.draft.compute.slowed(0.0))
+            emulation = dataclasses.replace(emulation, draft=free)
         prior = shipped_acceptance(self._spec.draft) if self._config.priors else NOTHING_LEARNED
         experience = WatchedExperience(self._spec.settings.passage, prior, self._spec.expected_ms)
-        return ReplayedPipeline(self._spec.emulation, self._spec.topology, drafter, experience)
+        return ReplayedPipeline(emulation, self._spec.topology, drafter, experience)
 
     def _request(self, policy: Policy, number: int, prompt: tuple[int, ...]) -> TokenizedRequest:
         tenant = LOCAL_TENANT if self._config.shared_suffixes else None
@@ -202,7 +217,7 @@ def document(config: PolicyConfig, figures: PolicyFigures, comparisons: DataFram
     """Everything as one JSON document."""
     pipeline = {"preset": config.preset, "cluster": config.shape.cluster}
     described = {**pipeline, **config.origin, "samples": config.samples, "seed": config.seed}
-    described["shared_suffixes"] = config.shared_suffixes
+    described |= {"shared_suffixes": config.shared_suffixes, "expert_overlap": config.expert_overlap}
     policies = []
     for policy in config.policies:
         means, causes_per_token = (frame.loc[policy.name].to_dict() for frame in (figures.means, figures.causes_per_token))

@@ -16,7 +16,7 @@ from benchmarks.policy.study import PolicyAnswer, PolicyConfig, PolicyFigures, S
 from pipedec.bench.sweep.benchmark import sweep
 from pipedec.bench.sweep.config import SweepConfig
 from pipedec.bench.sweep.pipelines import ModelPair as Models
-from pipedec.config import paper_cluster
+from pipedec.config import load_cluster, paper_cluster
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet
@@ -28,6 +28,12 @@ PROMPTS = [
 ]
 POLICIES = ("pp", "pipedec:width=8,children=4", "pipedec-bestfirst:width=8,children=4")
 STAGES = 3
+MIXTURE = """
+target: qwen3-30b-a3b:awq
+draft: qwen3-0.6b
+servers: [{host: one, devices: {rtx3090: 4}}]
+partitions: {three: {stages: 3, draft_device: {host: one, device: rtx3090}}}
+"""
 
 
 def config(made_by: Pair, *policies: str, **changes: Any) -> PolicyConfig:
@@ -113,6 +119,24 @@ def test_shared_suffixes_are_used_only_if_they_are_asked_for(pair: Pair, tmp_pat
         written = document(chosen, PolicyFigures.of(answers), compare(chosen, answers, []))
         assert written["config"]["shared_suffixes"] == shares
     assert timesteps[True][0] == timesteps[False][0] and timesteps[True][1] < timesteps[False][1] / 1.5
+
+
+def test_rows_cost_what_a_mixture_reads_for_them(pair: Pair, tmp_path: Path) -> None:
+    """The answers are those of the dense pair, at the costs of a mixture: chains are slower if rows share no experts."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(MIXTURE)
+    chosen = config(pair, "pp", "stpp:width=1,depth=4", cluster=load_cluster(path), preset="three", stages=None)
+    costs = {}
+    for overlap in (0.5, 0.0):
+        answers = study(replace(chosen, expert_overlap=overlap), PROMPTS[1:], tmp_path / "recording", Silent())
+        figures = PolicyFigures.of(answers)
+        costs[overlap] = figures.means["ms_per_token"].to_dict()
+        written = document(replace(chosen, expert_overlap=overlap), figures, compare(chosen, answers, []))
+        assert written["config"]["expert_overlap"] == overlap
+    assert costs[0.5]["pp"] == pytest.approx(costs[0.0]["pp"])
+    assert 1.1 * costs[0.5]["stpp:width=1,depth=4"] < costs[0.0]["stpp:width=1,depth=4"]
+    with pytest.raises(UserError, match="expert_overlap: must be a number"):
+        replace(chosen, expert_overlap=1.0)
 
 
 def test_figures_add_up(pair: Pair, whole: Whole) -> None:

@@ -13,10 +13,20 @@ from support.checkpoints import save_tiny_llama
 from support.specs import bare_spec
 
 from benchmarks.policy.recording import DraftMemo, RecordedDrafter
-from benchmarks.policy.replay import Replayed, ReplayedAnswer, ReplayedPipeline, TimestepLosses, WatchedExperience, losses
+from benchmarks.policy.replay import (
+    Replayed,
+    ReplayedAnswer,
+    ReplayedPipeline,
+    TimestepLosses,
+    WatchedExperience,
+    losses,
+    round_ms,
+)
 from pipedec.config import paper_cluster
+from pipedec.core.limits import DRAFTED_ROWS
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
+from pipedec.core.stage_message import Load
 from pipedec.decoding import Drafter
 from pipedec.engine.build import load_drafter
 from pipedec.engine.local import LocalPipeline
@@ -128,6 +138,16 @@ def test_counts_and_lasts_what_the_pipeline_does(both: Callable[[str], Both], sh
         assert replayed.decode_ms == pytest.approx(1000 * metrics.decode_seconds, rel=1e-9)
         assert replayed.losses.timesteps == replayed.timesteps
         assert replayed.losses.together + replayed.losses.tokens == replayed.tokens - 1 == tokens - 2
+
+
+def test_a_round_lasts_as_long_as_the_replay_counts_it(both: Callable[[str], Both]) -> None:
+    """Without speculation, a token is a round of one row; what it attends to and rank 0's sending are little."""
+    here, emulation = both("4"), both("4").spec.emulation
+    plain = here.answer(PROMPTS[0], "pp", PlainOptions())
+    assert emulation is not None and emulation.draft is not None
+    assert plain.decode_ms / plain.tokens == pytest.approx(round_ms(emulation, 1, 0), rel=0.01)
+    forwards_ms = round_ms(emulation, 1, 3) - round_ms(emulation, 1, 0)
+    assert forwards_ms == pytest.approx(3 * emulation.draft.compute_ms(Load(DRAFTED_ROWS)))
 
 
 def in_company(method: str, tokens: int = 6, urgent: int | None = None) -> list[TokenizedRequest]:

@@ -19,8 +19,9 @@ from pipedec.engine.build import resolve
 from pipedec.engine.experience_files import shipped_acceptance
 from pipedec.messages.run import BitaDescription, RunDescription
 from pipedec.plan.emulation import Emulation, with_stages
-from pipedec.plan.partition import Plan
+from pipedec.plan.partition import Measured, Plan
 from pipedec.plan.partition import plan as make_plan
+from pipedec.plan.roofline import ROW_OVERLAP
 from pipedec.plan.spec import PipelineSpec
 
 _DIGITS = 12  # of a digest in a row
@@ -166,19 +167,20 @@ def described_pair(description: RunDescription, run_id: str) -> Row:
 
 def emulated(
     config: ClusterConfig, preset: str, stages: int | None, pair: ModelPair, slow_motion: float = 1.0, own_work: bool = True,
-    priors: bool = False,
+    priors: bool = False, row_overlap: float = ROW_OVERLAP,
 ) -> Shape:  # fmt: skip
     """The partition ``preset`` of ``config``, or ``stages`` devices of the kind of its first.
 
     The draft computes in the target's precision: its chances are then the same however many rows a forward has, and an answer
     that is replayed takes the same course. On slow links the passage is the plan's. With ``own_work`` computed times count rank
-    0's own work (see ``Emulation``); with ``priors`` the default method begins with what ships beside the draft.
+    0's own work (see ``Emulation``); with ``priors`` the default method begins with what ships beside the draft. ``row_overlap``
+    is that of a mixture's rows (see ``Measured``).
 
     Raises UserError if there is no such partition, or the models have too few layers.
     """
     config = config.for_partition(preset)
     cut = config if stages is None else with_stages(config, preset, stages)
-    plan = make_plan(cut, preset)
+    plan = make_plan(cut, preset, Measured(row_overlap=row_overlap))
     in_flight = {"passage": plan.passage} if plan.passage > plan.num_groups else {}
     spec = resolve(pair.settings(stages=len(plan.stages), groups=plan.num_groups, priors=priors, **in_flight))
     emulation = replace(Emulation.of_plan(plan, slow_motion), counts_own_work=own_work)
