@@ -162,7 +162,7 @@ class Recipe:
 class MixtureRecipe(Recipe):
     """The recipe of a mixture that begins as the pair's target, with the text of that target."""
 
-    phases: Phases = ((24, 300),)
+    phases: Phases = ((24, 900),)
     batch: int = 8
     learning_rate: float = 3e-3
     mixture: Mixture = Mixture()
