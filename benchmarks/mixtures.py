@@ -1,8 +1,10 @@
-"""``python -m benchmarks.mixtures overlap``: how many experts of a mixture its rows have in common, by how the rows are related.
+"""``python -m benchmarks.mixtures``: what rows of a mixture of experts have in common, and what a layer's experts cost.
 
-The fewer distinct experts the rows of a forward have, the fewer matrices it reads. Rows are of a path (consecutive tokens of one
-answer), siblings (the target's most likely tokens after one context), or strangers (tokens of different answers). The target runs
-through transformers, in float32, so any of its mixtures whose experts are stacks of matrices will do.
+``overlap``: how many experts rows have in common, by how they are related. The fewer distinct experts the rows of a forward have,
+the fewer matrices it reads. Rows are of a path (consecutive tokens of one answer), siblings (the target's most likely tokens after
+one context), or strangers (tokens of different answers). The target runs through transformers, in float32, so any of its mixtures
+whose experts are stacks of matrices will do.
+``products``: the experts of a layer with random weights, beside nothing but the products of their matrices, in turns.
 
 Shapes: L layers with experts, E experts of a layer, K experts of a row, T tokens of a text, R rows.
 """
@@ -10,10 +12,13 @@ Shapes: L layers with experts, E experts of a layer, K experts of a row, T token
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import click
@@ -21,6 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.output import Device, Out, append, console, machine_text, titled_table
 from pipedec.bench.options import Counts, Positive, draw
@@ -34,6 +40,9 @@ from pipedec.families import model_config
 from pipedec.families.skeleton import has_experts
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.messages.request import PromptRequest
+from pipedec.model.experts import ExpertMatrices, Experts
+from pipedec.model.matrices import DenseMatrix, Products
+from pipedec.plan.roofline import ExpertReads
 from pipedec.text.prompt import Prompter
 from pipedec.verify.reference import load_transformers
 
@@ -140,18 +149,12 @@ def distinct_experts(experts_LRK: Tensor) -> float:
     return sum(len(layer.unique()) for layer in experts_LRK) / len(experts_LRK)
 
 
-def expected_distinct(rows: int, num_experts: int, top_k: int, overlap: float = 0.0) -> float:
-    """E(1 − (1 − K/E)^(1 + (R − 1)(1 − overlap))): expected distinct experts of R rows, without ``overlap`` under independent,
-    uniform routing.
-    """
-    return num_experts * (1 - (1 - top_k / num_experts) ** (1 + (rows - 1) * (1 - overlap)))
-
-
 def fitted_overlap(distinct: dict[int, float], num_experts: int, top_k: int) -> float:
     """The overlap, from -1 to 1 in steps of 0.001, with the least squared error of distinct experts over numbers of rows."""
 
     def error(overlap: float) -> float:
-        return sum((expected_distinct(rows, num_experts, top_k, overlap) - found) ** 2 for rows, found in distinct.items())
+        reads = ExpertReads(0.0, 0.0, num_experts, top_k, overlap)
+        return sum((reads.distinct(rows) - found) ** 2 for rows, found in distinct.items())
 
     return min((step / _STEPS for step in range(-_STEPS, _STEPS + 1)), key=error)
 
@@ -167,7 +170,7 @@ def measure_overlap(target: Any, prompts: Sequence[Sequence[int]], config: Overl
     everything_LTK = torch.cat(rows.answered, 1)
     counts_LE = torch.stack([layer.flatten().bincount(minlength=num_experts) for layer in everything_LTK])
     shares_LE = counts_LE / everything_LTK[0].numel()
-    measured = []
+    independent, measured = ExpertReads(0.0, 0.0, num_experts, top_k, overlap=0.0), []
     for kind in KINDS:
         found: dict[int, list[float]] = {}
         for experts_LRK in rows.of_kind(kind):
@@ -178,12 +181,83 @@ def measure_overlap(target: Any, prompts: Sequence[Sequence[int]], config: Overl
         measured.append(
             {
                 "kind": kind, "num_experts": num_experts, "top_k": top_k, "distinct": distinct,
-                "independent": {count: expected_distinct(count, num_experts, top_k) for count in distinct},
+                "independent": {count: independent.distinct(count) for count in distinct},
                 "overlap": fitted_overlap(distinct, num_experts, top_k),
                 "sets": {count: len(values) for count, values in found.items()},
                 "shares": {"least": shares_LE.min().item(), "most": shares_LE.max().item()},
             }
         )  # fmt: skip
+    return measured
+
+
+@dataclass(frozen=True)
+class ProductsConfig:
+    """The sizes and the steps. Raises UserError for a number below 1, or for more experts of a row than there are."""
+
+    hidden_size: Annotated[Positive, Help("Numbers of an activation.")] = 1024
+    inner_size: Annotated[Positive, Help("Numbers between the matrices of an expert.")] = 512
+    experts: Annotated[Positive, Help("Experts of the layer.")] = 32
+    top_k: Annotated[Positive, Help("Experts of a row, drawn at random.")] = 4
+    rows: Annotated[Counts, Help("Rows of a step.")] = (1, 16)
+    repeats: Annotated[Positive, Help("Steps of either, of which the median is reported.")] = 31
+    threads: Annotated[Positive, Help("Number of CPU threads.")] = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.top_k > self.experts:
+            raise UserError(f"a row cannot have {self.top_k} of {self.experts} experts")
+
+
+class _Layer:
+    """The experts of a layer, in float32, with products as in a pipeline on a processor."""
+
+    def __init__(self, config: ProductsConfig) -> None:
+        self._config, self._products = config, Products()
+        self._products.pad_rows = True
+        sizes = {
+            "gate_up_proj": (2 * config.inner_size, config.hidden_size),
+            "down_proj": (config.hidden_size, config.inner_size),
+        }
+        self._matrices = {
+            name: [DenseMatrix(torch.randn(size)).prepared() for _ in range(config.experts)] for name, size in sizes.items()
+        }
+        self._experts = Experts(self._products, {name: ExpertMatrices(found) for name, found in self._matrices.items()})
+        self._module = SimpleNamespace(has_gate=True, has_bias=False, has_post_expert_norm=False, _apply_gate=self._gated)
+
+    def times_ms(self, rows: int) -> tuple[float, float]:
+        """Milliseconds of one step, and of its products alone."""
+        config = self._config
+        hidden_RE, weights_RK = torch.randn(rows, config.hidden_size), torch.rand(rows, config.top_k)
+        ids_RK = torch.stack([torch.randperm(config.experts)[: config.top_k] for _ in range(rows)])
+        counts = ids_RK.flatten().bincount(minlength=config.experts).tolist()
+        parts = [
+            (name, expert, torch.randn(count, found[expert].shape[1]))
+            for name, found in self._matrices.items()
+            for expert, count in enumerate(counts)
+            if count
+        ]
+        began = time.perf_counter()
+        self._experts(self._module, hidden_RE, ids_RK, weights_RK)
+        ended = time.perf_counter()
+        for name, expert, rows_of_expert in parts:
+            self._products(rows_of_expert, self._matrices[name][expert])
+        return 1000 * (ended - began), 1000 * (time.perf_counter() - ended)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate) * up
+
+
+@torch.inference_mode()
+def measure_products(config: ProductsConfig) -> list[Row]:
+    """A row for each number of rows: milliseconds of a layer's experts and of their products, and the median of ratios."""
+    torch.set_num_threads(config.threads)
+    layer, measured = _Layer(config), []
+    for rows in config.rows:
+        times = [layer.times_ms(rows) for _ in range(config.repeats + 1)][1:]
+        experts_ms, products_ms = (statistics.median(values) for values in zip(*times, strict=True))
+        ratio = statistics.median(experts / products for experts, products in times)
+        measured.append({"rows": rows, "experts_ms": experts_ms, "products_ms": products_ms, "ratio": ratio})
     return measured
 
 
@@ -216,6 +290,26 @@ def overlap(
     )
     rows = [{**common, **row} for row in measured]
     Console().print(_table(rows))
+    append(out, rows)
+
+
+@mixtures.command()
+@options_of(ProductsConfig, "config")
+@own_options
+def products(config: ProductsConfig, out: Out = None) -> None:
+    """Time the experts of a layer beside the products of their matrices alone."""
+    check_writable(out)
+    common = header("mixtures-products", {**asdict(config), "device": "cpu"})
+    with console.status("measuring"):
+        rows = [{**common, **row} for row in measure_products(config)]
+    caption = (
+        f"{config.experts} experts, {config.top_k} of a row, of {config.hidden_size} and {config.inner_size} numbers, float32. "
+        f"Medians of {config.repeats} steps. {machine_text(common)}."
+    )
+    table = titled_table("The experts of a layer", ("rows", "experts, ms", "their products, ms", "ratio"), caption)
+    for row in rows:
+        table.add_row(str(row["rows"]), f"{row['experts_ms']:.2f}", f"{row['products_ms']:.2f}", f"{row['ratio']:.2f}")
+    Console().print(table)
     append(out, rows)
 
 

@@ -26,7 +26,6 @@ from pipedec.flags import Help
 from pipedec.formats import DTYPE_BYTES, PLAIN, Format
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import Checkpoint, LaneRows, StageModel, device_capture
-from pipedec.model.matrices import Matrix
 from pipedec.model.weights import Target
 from pipedec.tree import Visibility
 
@@ -187,7 +186,7 @@ class _RandomCheckpoint(Checkpoint):
 
     def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         for target in targets.values():
-            for tensor in target.tensors() if isinstance(target, Matrix) else [target]:
+            for tensor in [target] if isinstance(target, Tensor) else target.tensors():
                 if tensor.dim() == 1:
                     tensor.fill_(1.0)
                 else:

@@ -21,12 +21,12 @@ from benchmarks.mixtures import (
     Routing,
     Rows,
     distinct_experts,
-    expected_distinct,
     fitted_overlap,
     measure_overlap,
     mixtures,
 )
 from pipedec.core.errors import UserError
+from pipedec.plan.roofline import ExpertReads
 from pipedec.verify.reference import load_transformers
 
 PROMPTS = [[5, 6, 7], [8, 9], [7, 7, 5, 6]]
@@ -79,12 +79,11 @@ def test_rows_are_those_of_the_answers_and_of_tokens_after_them(mixture: Path) -
 
 def test_distinct_experts_and_their_overlap() -> None:
     assert distinct_experts(torch.tensor([[[0, 1], [1, 0]], [[0, 1], [2, 3]]])) == 3
-    assert expected_distinct(1, 16, 2, 0.7) == pytest.approx(2) and expected_distinct(2, 16, 2) == pytest.approx(4 - 4 / 16)
     drawn = torch.stack([torch.randperm(16)[:2] for _ in range(40_000)]).view(1, -1, 8, 2)
     independent = sum(distinct_experts(rows) for rows in drawn.unbind(1)) / drawn.shape[1]
-    assert independent == pytest.approx(expected_distinct(8, 16, 2), abs=0.05)
+    assert independent == pytest.approx(ExpertReads(0, 0, 16, 2, 0).distinct(8), abs=0.05)
     for overlap in (-0.2, 0.0, 0.257):
-        assert fitted_overlap({rows: expected_distinct(rows, 16, 2, overlap) for rows in (1, 4, 32)}, 16, 2) == overlap
+        assert fitted_overlap({rows: ExpertReads(0, 0, 16, 2, overlap).distinct(rows) for rows in (1, 4, 32)}, 16, 2) == overlap
 
 
 def test_every_kind_is_measured_as_far_as_it_reaches(mixture: Path) -> None:
@@ -126,3 +125,14 @@ def test_a_dense_target_is_refused(pair: Pair, tmp_path: Path) -> None:
     prompts.write_text(json.dumps({"prompt": SENTENCES[0]}))
     result = CliRunner().invoke(mixtures, ["overlap", "--target", str(pair.target), "--prompts", str(prompts)])
     assert "has no experts: give a mixture" in refusal(result)
+
+
+def test_experts_are_timed_beside_their_products(tmp_path: Path) -> None:
+    flags = ["--hidden-size", "8", "--inner-size", "6", "--experts", "5", "--top-k", "2", "--rows", "1,3", "--repeats", "2"]
+    result = CliRunner().invoke(mixtures, ["products", *flags, "--out", str(tmp_path / "rows.jsonl")])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["rows"] for row in rows] == [1, 3] and all(row["experts_ms"] > 0 and row["ratio"] > 0 for row in rows)
+    assert "a row cannot have 6 of 5 experts" in refusal(
+        CliRunner().invoke(mixtures, ["products", "--experts", "5", "--top-k", "6"])
+    )
