@@ -1,9 +1,9 @@
 """``python -m benchmarks.mixtures``: what rows of a mixture of experts have in common, and what a layer's experts cost.
 
-``overlap``: how many experts rows have in common, by how they are related. The fewer distinct experts the rows of a forward have,
-the fewer matrices it reads. Rows are of a path (consecutive tokens of one answer), siblings (the target's most likely tokens after
-one context), or strangers (tokens of different answers). The target runs through transformers, in float32, so any of its mixtures
-whose experts are stacks of matrices will do.
+``overlap``: how many experts rows have in common, by how they are related. The fewer distinct experts the rows of a forward
+have, the fewer matrices it reads. Rows are of a path (consecutive tokens of one answer), siblings (the target's most likely
+tokens after one context), or strangers (tokens of different answers). The target runs through transformers, in float32, so any
+of its mixtures whose experts are stacks of matrices will do.
 ``products``: the experts of a layer with random weights, beside nothing but the products of their matrices, in turns.
 
 Shapes: L layers with experts, E experts of a layer, K experts of a row, T tokens of a text, R rows.

@@ -186,7 +186,7 @@ class _RandomCheckpoint(Checkpoint):
 
     def read_into(self, targets: Mapping[str, Target], progress: Callable[[], None] | None = None) -> None:
         for target in targets.values():
-            for tensor in [target] if isinstance(target, Tensor) else target.tensors():
+            for tensor in [target] if isinstance(target, torch.Tensor) else target.tensors():
                 if tensor.dim() == 1:
                     tensor.fill_(1.0)
                 else:
