@@ -73,6 +73,11 @@ class ModelConfig(ABC):
         """The routed experts of each layer; None for a layer whose rows all compute with the same weights."""
         return (None,) * self.num_hidden_layers
 
+    @property
+    def routers(self) -> Collection[str]:
+        """The names of matrices in layers that are those of no linear map, as of most routers: they are never rounded."""
+        return ()
+
     def expert_tensors(self, layer: int) -> dict[str, Shape]:
         """Those of a layer's tensors that belong to its routed experts, of which a row reads ``top_k`` of ``num_experts``."""
         del layer

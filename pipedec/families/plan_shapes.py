@@ -6,7 +6,7 @@ Names of tensors are those of checkpoints, which are read through transformers' 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,11 @@ class PlanShape(ModelConfig):
     def experts(self) -> tuple[ExpertsShape | None, ...]:
         shape = ExpertsShape(self.num_experts, self.num_experts_per_tok) if self.num_experts else None
         return (shape,) * self.num_hidden_layers
+
+    @property
+    def routers(self) -> Collection[str]:
+        shared = {name for layer in range(self.num_hidden_layers) for name in self._named(layer, self._shared_tensors())}
+        return {name for name in shared if name.endswith(("mlp.gate.weight", "mlp.router.weight"))}
 
     def layer_tensors(self, layer: int) -> dict[str, Shape]:
         norms = {f"{name}_layernorm.weight": (self.hidden_size,) for name in ("input", "post_attention")}

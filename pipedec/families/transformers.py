@@ -63,6 +63,7 @@ class TransformersConfig(ModelConfig):
         places: of each of them, where it is in the model.
         observed: the attention, or the recurrence, of each layer.
         routed: by the path of a module with the matrices of experts, their number.
+        not_linear: see ``routers``.
         returns_tuple: whether layers return tuples that begin with the hidden state.
         stated_ropes: see ``ropes``.
         towers: where the names of tensors begin that are left out, since they are of other models than the text's.
@@ -75,6 +76,7 @@ class TransformersConfig(ModelConfig):
     places: dict[str, Place] = field(repr=False, hash=False)
     observed: tuple[Layer, ...]
     routed: dict[str, ExpertsShape] = field(repr=False, hash=False)
+    not_linear: frozenset[str] = field(repr=False)
     returns_tuple: bool
     stated_ropes: tuple[Mapping[str, Any], ...] = field(repr=False, hash=False)
     towers: tuple[str, ...] = field(repr=False)
@@ -92,6 +94,10 @@ class TransformersConfig(ModelConfig):
     def _experts_of(self, layer: int) -> ExpertsShape | None:
         within = f"{self.names.layer(layer)}."
         return next((shape for path, shape in self.routed.items() if path.startswith(within)), None)
+
+    @property
+    def routers(self) -> Collection[str]:
+        return self.not_linear
 
     def expert_tensors(self, layer: int) -> dict[str, Shape]:
         return {name: shape for name, shape in self.layer_tensors(layer).items() if self.places[name].module in self.routed}
@@ -164,6 +170,8 @@ def _described(directory: Path, changed_ns: int, end_tokens: tuple[int, ...], fi
 
 
 def _supported(directory: Path, stated: Any, end_tokens: tuple[int, ...], files: TensorFiles | None) -> TransformersConfig:
+    from torch import nn
+
     text = text_config(stated)
     _check_kind(stated)
     model = observable(stated)
@@ -179,6 +187,8 @@ def _supported(directory: Path, stated: Any, end_tokens: tuple[int, ...], files:
     if beside:
         raise Unsupported(f"has tensors beside its embedding, layers, final norm and head ({beside[0]})")
     tensors = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    linear = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    in_layers = {name: place for name, place in places.items() if str(place).startswith(f"{names.layers}.")}
     transposed = {path for path, module in model.named_modules() if getattr(module, "is_transposed", False)}
     observed = observe(model, names)
     ends = end_tokens or getattr(stated, "eos_token_id", None) or getattr(text, "eos_token_id", None)
@@ -196,6 +206,11 @@ def _supported(directory: Path, stated: Any, end_tokens: tuple[int, ...], files:
         places=places,
         observed=observed.layers,
         routed=observed.routed,
+        not_linear=frozenset(
+            name
+            for name, place in in_layers.items()
+            if len(tensors[str(place)]) == 2 and name.endswith(".weight") and place.module not in linear
+        ),
         returns_tuple=observed.returns_tuple,
         stated_ropes=rope_sets(getattr(text, "rope_parameters", None) or {}),
         towers=beside_text,

@@ -250,10 +250,11 @@ class AllRounded(Formats):
 
     Args:
         tables: the names of embedding and head.
+        plain: the names of matrices that are not rounded.
     """
 
-    def __init__(self, quantize: str, tables: Collection[str]) -> None:
-        self.title, self._tables = quantize, tables
+    def __init__(self, quantize: str, tables: Collection[str], plain: Collection[str] = ()) -> None:
+        self.title, self._tables, self._plain = quantize, tables, plain
 
     def stated(self, name: str) -> Format:
-        return ROUNDED["int8" if name in self._tables else self.title]
+        return PLAIN if name in self._plain else ROUNDED["int8" if name in self._tables else self.title]

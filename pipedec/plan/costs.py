@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from pipedec.checkpoints import KnownTensors
 from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
@@ -152,12 +153,22 @@ class ModelCosts:
 
     @property
     def _row_values(self) -> int:
-        """Activations of one row that a layer holds at a time: with values, gates and outputs of a recurrence, and what goes into
-        its convolution and comes out.
+        """Activations of one row that a layer holds at a time: with values, gates and outputs of a recurrence, what goes into its
+        convolution and comes out, and what goes through its experts.
         """
         recurrent = self._recurrent(range(self.model.num_hidden_layers))
         values = max((3 * (layer.num_heads * layer.value_dim + layer.channels) for layer in recurrent), default=0)
-        return 4 * self.model.hidden_size + 3 * self.model.inner_size + values
+        return 4 * self.model.hidden_size + 3 * self.model.inner_size + values + self._routed_values
+
+    @property
+    def _routed_values(self) -> int:
+        """Activations of one row in its experts."""
+        routed = [(layer, shape.top_k) for layer, shape in enumerate(self.model.experts) if shape is not None]
+        if not routed:
+            return 0
+        layer, top_k = max(routed, key=itemgetter(1))
+        widest = max(size for shape in self.model.expert_tensors(layer).values() for size in shape[-2:])
+        return 5 * top_k * widest
 
     def weight_bytes(self, layers: range, first: bool, last: bool) -> int:
         """Weights of a stage: its layers, the embedding on the first stage, norm and head on the last. A tied head is stored
@@ -234,4 +245,5 @@ class ModelCosts:
             return self.formats
         if self.weights.quantize is None:
             return self.model.formats
-        return AllRounded(self.weights.quantize, self.model.embedding_tensors() | self.model.head_tensors(self._tensors.names))
+        tables = self.model.embedding_tensors() | self.model.head_tensors(self._tensors.names)
+        return AllRounded(self.weights.quantize, tables, self.model.routers)

@@ -31,8 +31,10 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.engine.local import LocalPipeline
 from pipedec.families import model_config
+from pipedec.formats import WeightFormat
 from pipedec.methods import find_method
 from pipedec.model import Checkpoint, StageModel
+from pipedec.plan.costs import ModelCosts
 from pipedec.verify.reference import Reference, load_transformers
 
 INNER = {"moe_intermediate_size": 64}  # as groups of inputs need it
@@ -193,6 +195,15 @@ def test_experts_are_rounded_as_the_reference_rounds_them(model_type: str, quant
     tokens = len(answers(pipeline := LocalPipeline.load(spec), "pp", [("greedy", 1)])[0])
     wanted = Reference(spec).generate(PROMPTS[1], tokens, ignore_eos=True)
     assert answers(pipeline, "pp", [("greedy", 1)]) == [wanted] != [expected(tmp_path)]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_plan_counts_rounded_experts_and_routers_as_they_are(model_type: str, tmp_path: Path) -> None:
+    save_model(model_type, tmp_path)
+    config, layers = model_config(tmp_path), range(LAYERS)
+    stage = StageModel.load(tmp_path, layers, torch.float32, "cpu", config, quantize="int8")
+    costs = ModelCosts(config, WeightFormat("float32", "int8"), 8, 512, 1)
+    assert config.routers and stage.stack.num_bytes == costs.weight_bytes(layers, True, True)
 
 
 @pytest.mark.parametrize(("model_type", "changes"), [("gemma4", WITH_EXPERTS), ("gemma4_text", WITH_EXPERTS)])
