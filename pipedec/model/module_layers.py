@@ -27,8 +27,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pipedec.families import Shape
 from pipedec.families.base import rope_type
+from pipedec.families.places import Place
 from pipedec.families.skeleton import is_recurrent, module_cache, replace_functions, skeleton, stated_config
-from pipedec.families.transformers import Place, TransformersConfig
+from pipedec.families.transformers import TransformersConfig
 from pipedec.formats import Format
 from pipedec.model.attention import LatentAttention, Rows
 from pipedec.model.experts import ExpertMatrices, Experts

@@ -24,8 +24,8 @@ from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
 from pipedec.families import TransformersConfig, model_config
 from pipedec.families.multimodal import auto_class, text_config
+from pipedec.families.places import Place
 from pipedec.families.skeleton import has_experts, is_recurrent
-from pipedec.families.transformers import Place
 from pipedec.formats import ALL_PLAIN, PLAIN, is_stack
 from pipedec.gguf import model_files
 from pipedec.model import Checkpoint, ExpertMatrices, Target, WidenedMatrix, rounded
