@@ -149,5 +149,5 @@ class Choices(TorchFunctionMode):
             if count < scores.shape[-1]:
                 best = scores.topk(count + 1).values
                 leads = (best[..., -2] - best[..., -1]) / scores.abs().where(scores.isfinite(), 0).amax(-1)
-                self.smallest_lead = min(self.smallest_lead, *leads[~leads.isnan()].flatten().tolist())
+                self.smallest_lead = min([self.smallest_lead, *leads[~leads.isnan()].flatten().tolist()])
         return found
