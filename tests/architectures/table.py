@@ -83,8 +83,9 @@ Made by `make architectures` with transformers {transformers.__version__}; not e
 
 Every causal architecture of transformers with a pipeline plan was tried as a tiny random model in float32, with
 `--model-impl transformers`: {each} answers each, by {" and ".join(METHODS)}, on {stages}, greedy and
-drawn, alone and in company, compared with those of `generate`. Answers in which two tokens, or two experts of
-a row, were nearly as good as each other are left out. What an architecture may have besides, such as per-layer inputs in Gemma 4, is switched off if it would be refused.
+drawn, alone and in company, compared with those of `generate`. Answers in which two tokens,
+or two experts of a row, were nearly as good as each other are left out. What an architecture may have besides, such as per-layer
+inputs in Gemma 4, is switched off if it would be refused.
 {works} architectures give the same answers; {len(rows) - works} are refused before anything is loaded.
 
 | model_type | attention, or why it is refused | answers |
