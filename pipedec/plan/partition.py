@@ -43,7 +43,7 @@ class StagePlan:
         state_pool_bytes: memory of its recurrent layers' pools.
         memory_bytes: what ranks may take of the device's memory, or this rank's part of it.
         kv_token_bytes: one token in the KV caches of its layers.
-        rows: of a full tree layer.
+        rows: of a timestep, as of the plan.
         shared: whether the draft and a stage share the device.
     """
 
@@ -118,7 +118,7 @@ class Plan:
     weights: WeightFormat
     numbers: str  # the dtype, and the format of weights that are in fewer bits
     max_model_len: int
-    rows: int  # per timestep, the tree's width
+    rows: int  # per timestep (see ``ModelCosts.usual_rows``)
     draft: StagePlan | None  # rank 0; None without a draft model
     draft_costs: ModelCosts | None
     entry: LinkSpec  # from rank 0 to stage 1
@@ -373,8 +373,8 @@ def _planned(config: ClusterConfig, passage: int, measured: Measured) -> Plan:
     except UserError as error:
         problems = problems or [str(error)]
     return Plan(
-        name, config.target, weights, numbers, max_model_len, width, draft, draft_costs, entry, stages, config.network.duplex,
-        passage, kv, costs.states, tuple(problems), found.listed_us, measured,
+        name, config.target, weights, numbers, max_model_len, costs.usual_rows, draft, draft_costs, entry, stages,
+        config.network.duplex, passage, kv, costs.states, tuple(problems), found.listed_us, measured,
     )  # fmt: skip
 
 
@@ -437,7 +437,7 @@ def _plan_rank(
     return StagePlan(
         rank, place, group, layers, costs.weight_bytes(layers, rank <= 1, is_last), costs.kv_bytes(layers),
         costs.workspace_bytes(device.name), costs.memory_bytes(device.name), costs.token_bytes(layers),
-        RankTiming(costs.pass_time(device, layers, is_last), link, row_bytes), costs.rows, costs.state_pool_bytes(layers),
+        RankTiming(costs.pass_time(device, layers, is_last), link, row_bytes), costs.usual_rows, costs.state_pool_bytes(layers),
     )  # fmt: skip
 
 
