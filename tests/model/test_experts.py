@@ -14,6 +14,7 @@ from pipedec.families.skeleton import has_experts
 from pipedec.model.experts import ExpertMatrices, Experts
 from pipedec.model.matrices import DenseMatrix, Products
 
+pytestmark = pytest.mark.numbers
 EXPERTS, TOP_K, ROWS, SIZE = 8, 2, 5, 64
 
 
