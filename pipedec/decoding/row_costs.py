@@ -105,7 +105,7 @@ class RowCosts:
         return before + place % 1 * (after - before)
 
     def _share(self, before: float, rows: float, after: float) -> float:
-        """How far ``rows`` rows are on the way from fewer to more, by what the plan expects, else by their number."""
+        """The place of ``rows`` rows between fewer and more, from 0 to 1: by what the plan expects, else by their number."""
         least, most = self._expected(before), self._expected(after)
         if most > least:
             return (self._expected(rows) - least) / (most - least)

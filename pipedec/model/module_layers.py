@@ -413,7 +413,7 @@ def _attention(
     return module.pipedec_attend(int(module.layer_idx), query, key, value, s_aux), None
 
 
-def _experts(module: Any, *routed: Tensor) -> Tensor:
+def _routed(module: Any, *routed: Tensor) -> Tensor:
     """The function of experts that transformers calls."""
     found: Tensor = module.pipedec_experts(module, *routed)
     return found
@@ -422,4 +422,4 @@ def _experts(module: Any, *routed: Tensor) -> Tensor:
 @cache
 def _register() -> None:
     AttentionInterface.register(_FUNCTIONS, _attention)
-    ALL_EXPERTS_FUNCTIONS.register(_FUNCTIONS, _experts)
+    ALL_EXPERTS_FUNCTIONS.register(_FUNCTIONS, _routed)

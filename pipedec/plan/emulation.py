@@ -72,7 +72,7 @@ class Emulation:
 
     @property
     def timestep_ms(self) -> float:
-        """How long a timestep of as many rows as there is room for takes, in slow motion."""
+        """Milliseconds of a timestep that fills the room, in slow motion."""
         load = Load(self.room)
         drafting_ms = self.draft.compute_ms(load) if self.draft else 0.0
         return self.slow_motion * max(drafting_ms, *(stage.compute_ms(load) + stage.send_ms(load.rows) for stage in self.stages))

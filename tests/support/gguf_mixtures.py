@@ -48,7 +48,7 @@ def with_stacks(config: Mapping[str, Any], tensors: Mapping[str, Floats]) -> dic
 
 
 def _apart(name: str, values: Floats) -> dict[str, Floats]:
-    """Of gpt-oss: rows for gates and those between them are two tensors, and outputs come before inputs."""
+    """gpt-oss as GGUF has it: the gates' rows apart from the others, and outputs before inputs."""
     if name.endswith("sinks"):
         return {f"{name}.weight": values}
     if ".experts." not in name:
