@@ -13,18 +13,22 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from architectures.zoo import save_model
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
 from pipedec.core.errors import UserError
 from pipedec.engine.build import checked
+from pipedec.families.skeleton import stated_config
 from pipedec.gguf import BLOCKS, TensorIndex, model_files
 from pipedec.model import Checkpoint
 from support.gguf_architectures import NAMES, factors, fields_of, file_tensors, layer_values
 
 Floats = npt.NDArray[np.float32]
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")  # the gguf library reads them, but does not write them
+_NOT_IN_METADATA = {"dtype", "transformers_version", "architectures", "_name_or_path", "initializer_range", "max_window_layers"}
+_NOT_IN_METADATA |= {"bos_token_id", "pad_token_id", "eos_token_id", "num_nextn_predict_layers"}
 _RANDOM_SCALES = {"Q4_K": {0: 5e-4, 2: 4e-3}, "Q5_K": {0: 3e-4, 2: 5e-3}, "Q6_K": {208: 8e-5}}  # by place in a block
 
 
@@ -76,6 +80,16 @@ def save_gguf(
     return path
 
 
+def save_model_and_gguf(folder: Path, model_type: str, config: Mapping[str, Any], **options: Any) -> tuple[Path, Path]:
+    """A checkpoint, and the GGUF file of it. Values of norms have few digits, so that adding to them loses none."""
+    source = folder / "source"
+    save_model(model_type, source, **config)
+    tensors = load_file(source / "model.safetensors")
+    save_file({key: np.round(values * 256) / 256 if "norm" in key else values for key, values in tensors.items()},
+              source / "model.safetensors", {"format": "pt"})  # fmt: skip
+    return source, save_gguf(folder / "model.gguf", source, **options)
+
+
 def gguf_refusal(file: Path) -> str:
     """Why a file is not used: one line that names it."""
     with pytest.raises(UserError) as caught:
@@ -120,6 +134,13 @@ def values_in(file: Path, source: Path, folder: Path, is_new: bool = True) -> di
         if tensor.name in places:
             found[places[tensor.name].astype(np.int64).reshape(-1)] = dequantize(tensor.data, tensor.tensor_type).reshape(-1)
     return original | {key: found[numbered[key]] for key in matrices}
+
+
+def assert_states_config(file: Path, source: Path) -> None:
+    """That the config of the file is that of the checkpoint."""
+    stated, written = (stated_config(folder).to_dict() for folder in (model_files(file), source))
+    for key in written.keys() - _NOT_IN_METADATA:
+        assert stated[key] == written[key], key
 
 
 def assert_reads(file: Path, expected: dict[str, Floats]) -> None:
