@@ -68,6 +68,14 @@ def test_the_report_tells_how_the_draft_came_to_agree() -> None:
     assert (reference_pair() / "README.md").read_text() == card(CARD, report)
 
 
+def test_the_card_of_a_draft_that_is_continued_once_more() -> None:
+    report = json.loads((reference_pair() / "training.json").read_text())
+    report["continuations"].append(report["continuations"][-1] | {"new": None})
+    text = card(CARD, report)
+    assert "--hidden-size 192 --layers 3" in text and "The draft was continued once more" in text
+    assert "| 192, 3, 3 |" in text and text.count("% → ") == 3 * len(report["on_policy"])
+
+
 Expected = Callable[[str, int], tuple[tuple[int, ...], list[int]]]
 
 

@@ -227,10 +227,14 @@ def _save(draft: Model, out: Path, weights: str) -> None:
 
 
 def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], held_out: HeldOut) -> dict[str, Any]:
-    """The contents of ``training.json``, which continue those beside the old draft."""
-    earlier = old.parent / "training.json"
+    """The contents of ``training.json``, which continue those beside the old draft: if it was that of another target, only its
+    continuations.
+    """
+    earlier, now = old.parent / "training.json", fingerprint(target)
     report = json.loads(earlier.read_text()) if earlier.is_file() else {}
-    report |= {"target": target.name, "target_fingerprint": fingerprint(target), **held_out.measure(new)}
+    if report.get("target_fingerprint", now) != now:
+        report = {"continuations": report.get("continuations", [])}
+    report |= {"target": target.name, "target_fingerprint": now, **held_out.measure(new)}
     continuations = [*report.get("continuations", []), continuation | {"before": held_out.measure(old)}]
     return report | {"continuations": continuations}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_rows_may_all_be_of_one_length(pair: Pair, tmp_path: Path, prompts: dict
     report = proceed(pair, tmp_path, prompts, replace(RECIPE, steps=1))
     assert report["continuations"][0]["seen_tokens"] == tokens
     assert shipped_acceptance(tmp_path / "out" / "draft") != NOTHING_LEARNED
+
+
+def test_a_draft_of_another_target_brings_only_its_continuations(pair: Pair, tmp_path: Path) -> None:
+    draft = shutil.copytree(pair.draft, tmp_path / "other" / "draft")
+    other = {"target_fingerprint": "other", "recipe": {}, "held_out": {"text": {}}, "continuations": [{"seen_tokens": 7}]}
+    (draft.parent / "training.json").write_text(json.dumps(other))
+    report = proceed(replace(pair, draft=draft), tmp_path, {"short": SHORT}, replace(RECIPE, steps=1))
+    assert [one["seen_tokens"] for one in report["continuations"]] == [7, 4 * 32]
+    assert "recipe" not in report and report["target"] == pair.target.name and report["held_out"] == {}
 
 
 def test_too_few_prompts_are_told(pair: Pair, tmp_path: Path) -> None:
