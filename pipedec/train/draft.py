@@ -232,7 +232,7 @@ def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], he
     """
     earlier, now = old.parent / "training.json", fingerprint(target)
     report = json.loads(earlier.read_text()) if earlier.is_file() else {}
-    if report.get("target_fingerprint", now) != now:
+    if report.get("target_fingerprint") != now:
         report = {"continuations": report.get("continuations", [])}
     report |= {"target": target.name, "target_fingerprint": now, **held_out.measure(new)}
     continuations = [*report.get("continuations", []), continuation | {"before": held_out.measure(old)}]

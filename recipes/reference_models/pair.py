@@ -28,6 +28,7 @@ from transformers import (
 )
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from pipedec.checkpoints import fingerprint
 from pipedec.train.draft import Loss, row_steps
 from pipedec.train.measuring import TOP_K, MeasuredDraft
 from pipedec.train.run import Run, TrainingLoop, card, linear_decay, muon_and_adamw, replacing, warm_up
@@ -283,6 +284,7 @@ def pair_report(
             held_out[family] = pack(kept, tokenizer, recipe.length, recipe.seed)[:HELD_OUT_ROWS]
     return {
         "recipe": asdict(recipe),
+        "target_fingerprint": fingerprint(target_path),
         "training_tokens": sum(steps for _, steps in recipe.phases) * recipe.batch * recipe.length,
         "prepared_tokens": trainer.rows.numel(),
         "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},

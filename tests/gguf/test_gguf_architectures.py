@@ -14,7 +14,7 @@ from architectures.answers import PROMPTS, check_greedy
 from architectures.zoo import VOCABULARY, save_model
 from safetensors.torch import load_file, save_file
 from support.gguf_architectures import NAMES
-from support.gguf_files import gguf_refusal, save_gguf
+from support.gguf_files import gguf_refusal, save_gguf, save_model_and_gguf
 from support.llama_cpp import LlamaCpp
 from support.stage_chain import StageChain
 
@@ -102,17 +102,12 @@ UNIMPORTANT |= {"bos_token_id", "pad_token_id", "eos_token_id", "initializer_ran
 
 
 def write(name: str, folder: Path, vocab_size: bool = False, **metadata: Any) -> tuple[Path, Path]:
-    """A checkpoint, and the GGUF file of it. Values of norms have few digits, so that adding to them loses none."""
     model_type, changes = MODELS[name]
-    save_model(model_type, folder / "source", **changes)
-    weights = folder / "source" / "model.safetensors"
-    tensors = {key: values.bfloat16().float() if "norm" in key else values for key, values in load_file(weights).items()}
-    save_file(tensors, weights)
     if name == "mistral3":
         metadata["architecture"] = name
     if vocab_size:
         metadata[f"{metadata.get('architecture') or NAMES.get(model_type, model_type)}__vocab_size"] = VOCABULARY
-    return folder / "source", save_gguf(folder / "model.gguf", folder / "source", **metadata)
+    return save_model_and_gguf(folder, model_type, changes, **metadata)
 
 
 def test_every_architecture_has_a_file() -> None:
