@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipedec.core.errors import UserError
-from pipedec.core.sampling import SamplingParams
+from pipedec.core.sampling import SamplingParams, StructuredOutputs
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,15 @@ from pipedec.core.sampling import SamplingParams
         ({"logprobs": -1}, "logprobs: must be an integer (0 to 20), not -1"),
         ({"logprobs": 21}, "logprobs: must be an integer (0 to 20), not 21"),
         ({"prompt_logprobs": -1}, "prompt_logprobs: must be an integer (0 to 20), not -1"),
+        ({"min_tokens": -1}, "min_tokens: must be an integer (at least 0), not -1"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: must be at most max_tokens, 8, not 9"),
+        (
+            {"min_tokens": 1, "structured_outputs": StructuredOutputs(regex="a")},
+            "min_tokens is not possible with structured_outputs",
+        ),
+        ({"skip_special_tokens": None}, "skip_special_tokens: must be true or false, not empty"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output: must be true or false, not 1"),
+        ({"shown_special_tokens": ["a"]}, "shown_special_tokens[0]: must be an integer, not 'a'"),
     ],
 )
 def test_out_of_range(values: dict[str, Any], message: str) -> None:

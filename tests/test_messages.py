@@ -12,7 +12,7 @@ from support.run_stats import described_ranks
 from pipedec.config import Settings
 from pipedec.core.completion import Completion, Metrics
 from pipedec.core.errors import PipedecError, UserError
-from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.sampling import SamplingParams, StructuredOutputs, ThoughtForm
 from pipedec.core.stage_message import NewRequest
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.messages.events import (
@@ -45,7 +45,8 @@ from pipedec.validation import parse_json, to_json, validated
 FULL = SamplingParams(
     temperature=0.6, top_k=80, top_p=0.9, min_p=0.01, seed=2**64 - 1, max_tokens=7, stop=("\n\n", "END"), stop_token_ids=(3, 4),
     repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: -3.0, 0: 1}, logprobs=4,
-    ignore_eos=True, prompt_logprobs=0,
+    ignore_eos=True, prompt_logprobs=0, min_tokens=7, include_stop_str_in_output=True, skip_special_tokens=False,
+    shown_special_tokens=(7, 5),
 )  # fmt: skip
 STRUCTURED = [
     SamplingParams(structured_outputs=structure)
@@ -53,6 +54,8 @@ STRUCTURED = [
         StructuredOutputs(json={"type": "object", "properties": {"größe": {"enum": [1, None]}}}),
         StructuredOutputs(choice=("yes", "nö")),
         StructuredOutputs(json_object=True),
+        StructuredOutputs(choice=("yes",), thought=ThoughtForm("<think>", "</think>", True, False, None, "ö")),
+        StructuredOutputs(thought=ThoughtForm("<think>", "</think>", max_tokens=0, marks=("<tool_call>", "</tool_call>"))),
     )
 ]
 
@@ -100,6 +103,11 @@ def test_what_a_request_may_leave_out_or_abbreviate() -> None:
         ([], "sampling: must be a mapping, not []"),
         ({"structured_outputs": {}}, "structured_outputs must have one of json, regex, choice"),
         ({"structured_outputs": {"json": 3}}, "sampling.structured_outputs.json: must be a string or a mapping or true or false"),
+        (
+            {"structured_outputs": {"regex": "a", "thought": {"begin": "a", "end": "b", "max_tokens": -1}}},
+            "sampling.structured_outputs.thought.max_tokens: must be an integer (0 to 2147483647), not -1",
+        ),
+        ({"structured_outputs": {"regex": "a", "thought": {"begin": "a"}}}, "sampling.structured_outputs.thought.end: missing"),
         ({"structured_outputs": {"schema": {}}}, "sampling.structured_outputs: unknown key 'schema': known: json, regex, choice"),
     ],
     ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
@@ -138,7 +146,7 @@ def refused(request: Any) -> str:
     with pytest.raises(UserError) as raised:
         PromptRequest.from_json(request if isinstance(request, str) else json.dumps(request))
     message = str(raised.value)
-    assert "\n" not in message and len(message) < 300
+    assert "\n" not in message and len(message) < 400
     return message
 
 
@@ -186,6 +194,8 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         ResumedEvent(),
         CompletionEvent(Completion("pp", 4, 3, [5, 6], "ab", "stop", METRICS, 2**63)),
         CompletionEvent(Completion("pp", 4, 3, [5], "ab", None, METRICS, None, [{5: -0.5, 6: -1.0}], threads=THREADS), [3, -1]),
+        CompletionEvent(Completion("pp", 4, 3, stop_reason="END")),
+        CompletionEvent(Completion("pp", 4, 3, stop_reason=7)),
         CompletionEvent(Completion("pp", 4, 3, prompt_logprobs=[None, {5: -0.5, 6: -1.0}, {}])),
         ErrorEvent("no such method"),
         CancelledEvent(),
@@ -226,7 +236,7 @@ def test_what_is_no_event(text: str, reason: str) -> None:
         event_from_json(text)
     message = str(refused.value)
     assert message.startswith(f"the cluster sent an event that this version does not understand: {reason}")
-    assert "\n" not in message and len(message) < 300 and not isinstance(refused.value, UserError)
+    assert "\n" not in message and len(message) < 400 and not isinstance(refused.value, UserError)
 
 
 def test_descriptions_of_a_run_arrive_as_they_were() -> None:

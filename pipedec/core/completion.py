@@ -62,6 +62,8 @@ class Completion(Struct, forbid_unknown_fields=True):
         prompt_logprobs: if requested, for each token of the prompt as ``logprobs``; None for the first one.
         threads: the texts of decode threads in document order, their metrics and anomalies; None for an answer in one thread.
             ``token_ids`` and ``text`` are in document order.
+        stop_reason: the stop string or the one of ``stop_token_ids`` that ended the answer, as in vLLM; None for the model's end
+            token, and for any ``finish_reason`` but ``stop``.
     """
 
     method: str
@@ -75,6 +77,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     threads: dict[str, Any] | None = None
+    stop_reason: str | int | None = None
 
     def as_dict(self) -> dict[str, object]:
         """The JSON document of ``--json``. Rates are 0 if nothing was decoded after the first token."""
@@ -87,6 +90,7 @@ class Completion(Struct, forbid_unknown_fields=True):
             "token_ids": self.token_ids,
             "text": self.text,
             "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
             "seed": self.seed,
             **({} if self.logprobs is None else {"logprobs": self.logprobs}),
             **({} if self.threads is None else {"threads": self.threads}),

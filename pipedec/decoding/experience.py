@@ -66,8 +66,8 @@ class Experience:
         requests, else from that for greedy ones. The least recently used statistics are dropped.
         """
         sampling = replace(
-            request.sampling, seed=None, max_tokens=1, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
-            structured_outputs=None,
+            request.sampling, seed=None, max_tokens=1, min_tokens=0, stop=(), stop_token_ids=(), logprobs=None, ignore_eos=False,
+            structured_outputs=None, include_stop_str_in_output=False, skip_special_tokens=True, shown_special_tokens=(),
         )  # fmt: skip
         key = sampling, request.options, request.threads, request.tenant is not None, kind_of(request)
         known = self._learned.setdefault(kind, {})

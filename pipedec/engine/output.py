@@ -57,8 +57,7 @@ class Answer:
         self.resumes: ResumedEvent | None = None
         self.report: Report | None = None
         self.last: CompletionEvent | ErrorEvent | None = None
-        self._stream = prompter.stream()
-        self._stops = prompter.stops(self._stream, asked.sampling.stop) if asked.sampling.stop else None
+        self._text = prompter.answer_text(asked.sampling)
         earlier = asked.output_token_ids[: asked.sampling.max_tokens]
         brought, known = earlier[:num_brought], earlier[num_brought:]
         self._read(Verdict.of(*brought, finished=None if known else ended))
@@ -76,17 +75,16 @@ class Answer:
         return self._read(verdict)
 
     def _read(self, verdict: Verdict) -> Verdict:
-        pieces, count = [(token, self._stream.add([token])) for token in verdict.tokens], None
-        text = "".join([piece for _, piece in pieces])
-        if self._stops is not None:
-            text, count = self._stops.add_pieces(pieces)
+        last = len(verdict.tokens) - 1 if verdict.finished == "stop" else None  # the end token
+        pieces = [(token, self._text.piece(token, index == last)) for index, token in enumerate(verdict.tokens)]
+        text, count = self._text.add_pieces(pieces)
         if count is not None:
             verdict = Verdict.of(*verdict.tokens[:count], finished="stop")
         elif verdict.finished is not None:
-            text += (self._stops or self._stream).finish()
+            text += self._text.finish()
         self.completion.token_ids += verdict.tokens
         self.completion.text += text
-        self.completion.finish_reason = verdict.finished
+        self.completion.finish_reason, self.completion.stop_reason = verdict.finished, self._text.stop_reason
         return verdict
 
     def lane_opened(self) -> None:

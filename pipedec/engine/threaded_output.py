@@ -7,14 +7,17 @@ answer is decoded again from its first token, with the same tokens but in anothe
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
 from pipedec.core.request import TokenizedRequest
+from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.engine.output import Answer
 from pipedec.messages.events import CompletionEvent, Event, LogprobsEvent, ThreadNews, TokensEvent
+from pipedec.text.answer_text import AnswerText
 from pipedec.text.prompt import Prompter
 from pipedec.text.stream import TextStream
 from pipedec.threads import DocumentToken, NewSequence, Sequence, measure
@@ -28,14 +31,13 @@ Place = tuple[_Path, int]  # of an accepted token, however it was decoded: path 
 class Transcript:
     """The part of an answer that cannot change any more, as text in document order. Replays verdicts into its ``sequence``."""
 
-    def __init__(self, sequence: Sequence, prompter: Prompter, stop: str | tuple[str, ...]) -> None:
+    def __init__(self, sequence: Sequence, text: AnswerText) -> None:
         self.sequence = sequence
         self.token_ids: list[int] = []  # in document order
         self.text = ""  # without characters that may yet be part of a stop string
         self.finished: str | None = None  # why the answer has ended; None while it goes on
         self._reader = sequence.reader()
-        self._stream = prompter.stream()
-        self._stops = prompter.stops(self._stream, stop) if stop else None
+        self._text = text
         self._read(sequence.finished)
 
     def read(self, verdict: Verdict) -> tuple[Verdict, list[Place | None]]:
@@ -63,7 +65,7 @@ class Transcript:
             held_back = self._reader.pop_ready()
             rest, num_rest = self._text_of(held_back)
             tokens += held_back[:num_rest]
-            text += rest if num_rest is not None else rest + (self._stops or self._stream).finish()
+            text += rest if num_rest is not None else rest + self._text.finish()
         self.token_ids += [token.token_id for token in tokens]
         self.text += text
         self.finished = finished
@@ -71,10 +73,17 @@ class Transcript:
 
     def _text_of(self, tokens: list[DocumentToken]) -> tuple[str, int | None]:
         """The final text of tokens, and the number of them up to a stop string, if there is one."""
-        pieces = [self._stream.add([token.token_id]) if self.sequence.is_shown(token) else token.tail for token in tokens]
-        if self._stops is None:
-            return "".join(pieces), None
-        return self._stops.add_pieces(zip((token.token_id for token in tokens), pieces, strict=True))
+        return self._text.add_pieces([(token.token_id, self._piece(token)) for token in tokens])
+
+    def _piece(self, token: DocumentToken) -> str:
+        if self.sequence.is_last(token):
+            return self._text.piece(token.token_id, is_end=True)
+        return self._text.piece(token.token_id) if self.sequence.is_shown(token) else token.tail
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """See ``Completion``."""
+        return self._text.stop_reason if self.finished == "stop" else None
 
 
 @dataclass
@@ -91,8 +100,8 @@ class News:
     generated again.
     """
 
-    def __init__(self, prompter: Prompter) -> None:
-        self._prompter = prompter
+    def __init__(self, prompter: Prompter, sampling: SamplingParams) -> None:
+        self._new_stream = partial(prompter.stream, sampling)
         self._texts: dict[_Path, _ThreadText] = {}
         self._published: dict[_Path, tuple[int, int]] = {}  # by thread: tokens and characters reported so far
 
@@ -104,7 +113,7 @@ class News:
         """New pieces since the last call."""
         news: list[ThreadNews] = []
         for thread in sequence.threads:
-            read = self._texts.setdefault(thread.path, _ThreadText(self._prompter.stream()))
+            read = self._texts.setdefault(thread.path, _ThreadText(self._new_stream()))
             added = zip(thread.token_ids[read.num_tokens :], thread.is_control[read.num_tokens :], strict=True)
             read.text += "".join(read.stream.add([token]) for token, is_control in added if not is_control)
             read.num_tokens = thread.num_tokens
@@ -139,7 +148,7 @@ class ThreadedAnswer(Answer):
         super().__init__(asked, prompter, num_stages)
         self._new_sequence = new_sequence
         self._prompter = prompter
-        self._news = News(prompter) if show_threads else None
+        self._news = News(prompter, asked.sampling) if show_threads else None
         self._sampled: dict[Place, int] = {}  # ordinals among all accepted tokens
         self._is_new: list[bool] = []  # of each token of the last verdict, whether it had not been accepted before
         self._has_opened = False
@@ -156,12 +165,12 @@ class ThreadedAnswer(Answer):
 
     def _new_transcript(self, earlier: EarlierOutput | None = None) -> Transcript:
         new_sequence = self._new_sequence if earlier is None else earlier.new_sequence
-        return Transcript(new_sequence(), self._prompter, self.asked.sampling.stop)
+        return Transcript(new_sequence(), self._prompter.answer_text(self.asked.sampling))
 
     def _complete(self) -> None:
         written = self._transcript
         self.completion.token_ids, self.completion.text = written.token_ids, written.text
-        self.completion.finish_reason = written.finished
+        self.completion.finish_reason, self.completion.stop_reason = written.finished, written.stop_reason
 
     def lane_opened(self) -> None:
         if self._has_opened:
@@ -211,7 +220,8 @@ class ThreadedAnswer(Answer):
         threads: list[dict[str, object]] = []
         for thread in sorted(sequence.threads, key=lambda thread: thread.path):  # numbers depend on the order of opening
             if (tokens := of_threads.get(thread.number)) is not None:
-                text = self._prompter.text([token.token_id for token in tokens if not token.is_control])
+                shown = [token.token_id for token in tokens if not token.is_control]
+                text = self._prompter.text(shown, self.asked.sampling)
                 threads.append({"path": list(thread.path), "tokens": len(tokens), "text": text, "ended_by": thread.ended_by})
         self.completion.threads = {"threads": threads, "metrics": asdict(measure(sequence)), "anomalies": sequence.anomalies}
         places = [(sequence.threads[token.thread].path, token.ordinal) for token in written]

@@ -34,7 +34,7 @@ class TokenChooser:
 
     def __init__(self, sequence: Sequence, sampling: SamplingParams, vocab_size: int, device: torch.device | str) -> None:
         self._sequence, self._sampling, self._vocab_size, self._device = sequence, sampling, vocab_size, device
-        self._is_constrained = sequence.can_fork or sequence.grammar is not None  # otherwise every token may follow
+        self._banned: dict[frozenset[int], Tensor] = {}  # the sets so far, int64 [any number]
         self._prompt: list[Tensor] = []  # in chunks
         self._samplers: dict[int, Sampler] = {}  # by thread; empty if decoding is greedy
         if not sampling.is_plainly_greedy:
@@ -49,7 +49,7 @@ class TokenChooser:
 
     def first(self, logits_1V: Tensor) -> Tensor:
         """The token after the prompt and the answer's earlier tokens, int64 [1], from the logits of the last of these."""
-        if self._is_constrained:
+        if not self._sequence.is_free:
             logits_1V = self._possible(logits_1V, [(0, [])])
         if not self._samplers:
             return greedy(logits_1V)
@@ -59,7 +59,7 @@ class TokenChooser:
 
     def choose(self, logits_RV: Tensor, forest: Forest, rows: slice) -> Tensor:
         """The token after each of ``rows``, none of which is a mask: int64 [R]."""
-        if self._is_constrained:
+        if not self._sequence.is_free:
             paths: list[Path] = [(0, [])] * len(logits_RV)
             for number, of_step, of_tree in forest.by_thread(rows):
                 for index, row in zip(of_step.tolist(), of_tree.tolist(), strict=True):
@@ -86,10 +86,16 @@ class TokenChooser:
             rows_by_ban[self._sequence.banned(number, path)].append(row)
         logits_RV = logits_RV.clone()
         for banned, rows in rows_by_ban.items():
-            if banned:
-                of_rows, tokens = (to_device(torch.tensor(ids), logits_RV.device) for ids in (rows, list(banned)))
+            tokens = self._banned_tokens(banned)
+            if 0 < len(tokens) < self._vocab_size:  # as in ``mask_logits``, something remains
+                of_rows = to_device(torch.tensor(rows), logits_RV.device)
                 logits_RV[of_rows[:, None], tokens] = -torch.inf
         return logits_RV
+
+    def _banned_tokens(self, banned: frozenset[int]) -> Tensor:
+        if banned not in self._banned:
+            self._banned[banned] = self._tensor([token for token in banned if token < self._vocab_size])
+        return self._banned[banned]
 
     def predicted(self, logits_MV: Tensor, positions_M: Tensor, threads_M: Tensor | None = None) -> Tensor:
         """The predictions of mask rows as logits of the tokens that will be chosen, [M, V] (see ``TokenPredictor``).

@@ -27,6 +27,7 @@ MAX_SECONDS = 5.0
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field; templates read the first
 _PROBE = "what-the-user-says"
+_END = "CONTINUE_FINAL_MESSAGE_TAG "  # marks where the last message ends: without its blank if the template strips the message
 _TICK, _WITHIN = "__tick__", "__within__"
 
 
@@ -72,6 +73,24 @@ class ChatTemplate:
             raise UserError(f"the chat template cannot render these messages: {_first_line(error)}") from None
         return "".join(pieces)
 
+    def render_open(self, messages: Sequence[Mapping[str, Any]], in_parts: bool = False, **variables: Any) -> str:
+        """The text of a prompt that ends with the content of the last message, as far as the template writes it: no blank ends
+        the text if the template leaves out those that end the content.
+
+        Raises UserError as ``render``, or if the last message has no text, or the template changes it.
+        """
+        *earlier, last = messages
+        content = last.get("content")
+        parts = [part["text"] for part in content if part.get("text") is not None] if isinstance(content, list) else [content]
+        if not parts or parts[-1] is None:
+            raise UserError("continue_final_message: the last message has no text to continue")
+        rendered = self.render([*earlier, {**last, "content": _marked(content)}], False, in_parts, **variables)
+        end = rendered.rfind(_END.rstrip())
+        if end < 0 or parts[-1].strip() not in rendered[:end]:
+            raise UserError("continue_final_message: the chat template does not write the last message as it is: leave it out")
+        text = rendered[:end]
+        return text if rendered.startswith(_END, end) else text.rstrip()
+
     def wants_parts(self, **variables: Any) -> bool:
         """Whether only content in parts reaches the prompt, as where the template walks over them without looking for text.
 
@@ -101,6 +120,14 @@ def compiled(source: str) -> ChatTemplate:
 def text_of(content: Any) -> str:
     """The text of content that is text, parts, or not there."""
     return "\n".join(part.get("text") or "" for part in content) if isinstance(content, list) else content or ""
+
+
+def _marked(content: Any) -> Any:
+    """Content with ``_END`` at the end of its text."""
+    if not isinstance(content, list):
+        return content + _END
+    index = max(index for index, part in enumerate(content) if part.get("text") is not None)
+    return [*content[:index], {**content[index], "text": content[index]["text"] + _END}, *content[index + 1 :]]
 
 
 def _message(message: Mapping[str, Any], in_parts: bool) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,11 @@ from pipedec.core.sampling import SamplingParams, check_sets_of_tokens, check_to
 from pipedec.core.values import shortened
 from pipedec.families import model_config
 from pipedec.gguf import model_files
-from pipedec.text.stream import StopStrings, TextStream
+from pipedec.text.answer_text import AnswerText, hidden_tokens, text_stream
+from pipedec.text.stream import TextStream
 from pipedec.text.tokenizer import Tokenizer, configuration, content, has_tokenizer, load_for_training
 
+_DEFAULTS = SamplingParams()
 _SHOWN_TOKENS = 3  # examples that an error shows of tokens in which two vocabularies differ
 
 
@@ -76,23 +77,23 @@ class Prompter:
 
     def check(self, sampling: SamplingParams) -> None:
         """Raises UserError if a token that the parameters name is not the model's."""
-        check_sets_of_tokens(self._vocab_size, logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids)
+        check_sets_of_tokens(
+            self._vocab_size, logit_bias=sampling.logit_bias, stop_token_ids=sampling.stop_token_ids,
+            shown_special_tokens=sampling.shown_special_tokens,
+        )  # fmt: skip
 
-    def stream(self) -> TextStream:
-        """A new incremental decoder for one answer."""
-        return TextStream(self.text)
+    def answer_text(self, sampling: SamplingParams) -> AnswerText:
+        """The text of a new answer."""
+        return AnswerText(self.tokenizer, sampling)
 
-    def stops(self, stream: TextStream, stop: Sequence[str]) -> StopStrings:
-        """The stop strings of an answer whose tokens ``stream`` decodes."""
-        return StopStrings(stream, stop, self._special)
+    def stream(self, sampling: SamplingParams = _DEFAULTS) -> TextStream:
+        """A new incremental decoder for tokens of an answer, without stop strings."""
+        return text_stream(self.tokenizer, sampling)
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, without special tokens."""
-        return self.tokenizer.decode(token_ids)
-
-    @cached_property
-    def _special(self) -> Mapping[int, str]:
-        return {token: self.tokenizer.token(token) for token in self.tokenizer.all_special_ids}
+    def text(self, token_ids: Sequence[int], sampling: SamplingParams = _DEFAULTS) -> str:
+        """The text of token ids, without the special tokens that are no text with these parameters."""
+        hidden = hidden_tokens(self.tokenizer, sampling)
+        return self.tokenizer.decode([token for token in token_ids if token not in hidden], skip_special_tokens=False)
 
 
 def vocabulary_digest(tokenizer: Tokenizer) -> str:

@@ -81,6 +81,16 @@ class Tokenizer:
         """Ids of the special tokens, which are no text."""
         return frozenset(token for token, added in self._added.items() if added.special)
 
+    @cached_property
+    def special_names(self) -> Mapping[int, str]:
+        """The names of the special tokens, by id."""
+        return {token: self.token(token) for token in self.all_special_ids}
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Ids of the tokens that were added to the tokenizer's model, special or not, by their texts."""
+        return {added.content: token for token, added in self._added.items()}
+
     @property
     def has_chat_template(self) -> bool:
         return "default" in self._template_sources
@@ -110,7 +120,7 @@ class Tokenizer:
         """Raises UserError if a text has more characters than ``max_tokens`` tokens can stand for. It need not be tokenized."""
         if len(text) > (limit := max_tokens * self.max_chars_per_token):
             raise UserError(
-                f"the prompt has {len(text)} characters, but the {max_tokens} tokens that fit are at most {limit}: shorten it"
+                f"the prompt is too long: it has {len(text)} characters, but the {max_tokens} tokens that fit are at most {limit}"
             )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -161,11 +171,21 @@ class Tokenizer:
         own = {backend.token_to_id(content): token for content, token in kept.items()}
         return lambda text: [own.get(token, token) for token in backend.encode(text, add_special_tokens=False).ids]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, continue_final_message: bool = False,
+        **options: Any,
+    ) -> str:  # fmt: skip
         """The text that the chat template makes of messages, JSON objects with ``role`` and ``content``, with ``options`` as
-        further variables. Content is text or parts; the template gets it as it needs it. Raises UserError as
-        ``apply_chat_template``.
+        further variables. Content is text or parts; the template gets it as it needs it.
+
+        Args:
+            add_generation_prompt: end where the answer of the assistant begins.
+            continue_final_message: end with the content of the last message, which the answer continues.
+
+        Raises UserError as ``apply_chat_template``, or if the last message cannot be continued, or both ends are asked for.
         """
+        if continue_final_message and add_generation_prompt:
+            raise UserError("continue_final_message is not possible with add_generation_prompt: leave out one of them")
         if not self.has_chat_template:
             raise UserError(f"{self.directory} has no chat template: send the prompt as it is (/v1/completions, --raw)")
         if not messages:
@@ -175,6 +195,8 @@ class Tokenizer:
         if source not in self._wants_parts:
             self._wants_parts[source] = template.wants_parts(**self.special_tokens)
         variables = {**self.special_tokens, **options, "in_parts": self._wants_parts[source]}
+        if continue_final_message:
+            return template.render_open(messages, **variables)
         return template.render(messages, add_generation_prompt, **variables)
 
     def apply_chat_template(

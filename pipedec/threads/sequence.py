@@ -166,6 +166,7 @@ class Sequence:
 
     Args:
         end_token_ids: the model's end tokens, and the request's stop tokens.
+        min_tokens: before so many tokens of the main thread, it may not end.
 
     Attributes:
         threads: by number, the main thread first.
@@ -180,15 +181,22 @@ class Sequence:
     leaves_gaps = False
 
     def __init__(
-        self, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, grammar: Structure | None = None
-    ) -> None:
+        self, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int, grammar: Structure | None = None,
+        min_tokens: int = 0,
+    ) -> None:  # fmt: skip
         self.prompt_length = prompt_length
         self.max_tokens = max_tokens
+        self._min_tokens = min_tokens
         self.grammar = grammar
         self.main = DecodeThread(next_position=prompt_length)
         self.threads = [self.main]
         self.finished: str | None = None
         self._end_token_ids = frozenset(end_token_ids)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether every token may follow any path of tokens that are not accepted yet."""
+        return not self.can_fork and self.grammar is None and self.main.num_tokens >= self._min_tokens
 
     def accept_token(self, number: int, token: int) -> list[Start]:
         """Append an accepted token to a thread; returns tokens that have entered because of it, without being sampled.
@@ -239,7 +247,8 @@ class Sequence:
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
         """Tokens that may not be sampled next in a thread, after the tokens ``after``, which are not accepted yet."""
-        return frozenset()
+        is_early = number == 0 and self.main.num_tokens + len(tuple(after)) < self._min_tokens
+        return self._end_token_ids if is_early else frozenset()
 
     def gap(self, number: int, path: list[int]) -> int:
         """The number of positions left empty between the last token of ``path`` and its successor. ``path`` follows the thread's
@@ -275,6 +284,11 @@ class Sequence:
     def is_control(self, token: int) -> bool:
         """Whether a token is control rather than text in every context."""
         return token in self._end_token_ids
+
+    def is_last(self, token: DocumentToken) -> bool:
+        """Whether the token is the end token or stop token of the main thread, the last one of a complete document."""
+        main = self.main
+        return main.ended_by == "stop" and not main.is_cut and (token.thread, token.ordinal) == (0, main.num_tokens - 1)
 
     def is_shown(self, token: DocumentToken) -> bool:
         """Whether the token appears in the text that users read."""

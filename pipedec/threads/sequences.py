@@ -14,7 +14,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.core.stage_message import NewRequest
 from pipedec.families import ModelConfig, model_config
-from pipedec.grammar import Grammar, Vocabulary
+from pipedec.grammar import Vocabulary, new_grammar
 from pipedec.text.prompt import end_token_ids, load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads.dialect import BoundDialect, Dialect, bind
@@ -45,14 +45,17 @@ class Sequences:
         """
         structure = sampling.structured_outputs
         ends = frozenset(sampling.stop_token_ids) | frozenset(() if sampling.ignore_eos else self._end_token_ids)
-        new_sequence: NewSequence = partial(Sequence, prompt_length, ends, sampling.max_tokens)
+        new_sequence: NewSequence = partial(Sequence, prompt_length, ends, sampling.max_tokens, min_tokens=sampling.min_tokens)
         if structure is not None and dialect is not None:
             raise UserError("structured_outputs are not possible for an answer in several threads: leave out one of them")
         if structure is not None:
             new_sequence = partial(self._structured, structure, new_sequence)
         elif dialect is not None:
             bound = self._bound(dialect)
-            new_sequence = partial(ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.context_length)
+            new_sequence = partial(
+                ThreadedSequence, bound, prompt_length, ends, sampling.max_tokens, self._config.context_length,
+                sampling.min_tokens,
+            )  # fmt: skip
         if not output_token_ids:
             return new_sequence
         if not 0 <= min(output_token_ids) <= max(output_token_ids) < self._config.vocab_size:
@@ -70,7 +73,7 @@ class Sequences:
             raise UserError("the answer to resume is impossible: it does not follow its structured_outputs")
 
     def _structured(self, structure: StructuredOutputs, new_sequence: Callable[..., Sequence]) -> Sequence:
-        return new_sequence(grammar=Grammar(lambda: self._vocabulary.matcher(structure), self._end_token_ids))
+        return new_sequence(grammar=new_grammar(structure, lambda: self._vocabulary, self._end_token_ids))
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from pipedec.threads.dialect import BoundDialect, OpenerTag
 from pipedec.threads.sequence import Anomaly, DecodeThread, DocumentToken, Join, Sequence, Start, State, next_indices
@@ -132,12 +133,13 @@ class ThreadedSequence(Sequence):
 
     def __init__(
         self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int,
-        max_positions: int | None = None,
+        max_positions: int | None = None, min_tokens: int = 0,
     ) -> None:  # fmt: skip
-        super().__init__(prompt_length, end_token_ids, max_tokens)
+        super().__init__(prompt_length, end_token_ids, max_tokens, min_tokens=min_tokens)
         self.leaves_gaps = bound.dialect.after_opening == "predicted"
         self._bound, self._dialect, self._max_positions = bound, bound.dialect, max_positions
         self._grammar = DialectGrammar(bound, self._end_token_ids)
+        self._and_ends = cache(self._end_token_ids.union)  # there may be many stop tokens
         self._anomalies: Counter[Anomaly] = Counter()
 
     @property
@@ -145,7 +147,9 @@ class ThreadedSequence(Sequence):
         return {anomaly.value: count for anomaly, count in self._anomalies.items()}
 
     def banned(self, number: int, after: Iterable[int] = ()) -> frozenset[int]:
-        return self._grammar.banned(self.threads[number], list(after))
+        lookahead = list(after)
+        banned = self._grammar.banned(self.threads[number], lookahead)
+        return self._and_ends(banned) if super().banned(number, lookahead) else banned
 
     def ends_walk(self, number: int, token: int, after: Iterable[int] = ()) -> bool:
         thread, lookahead = self.threads[number], list(after)

@@ -19,12 +19,14 @@ from pipedec.engine.output import Answer
 from pipedec.engine.threaded_output import ThreadedAnswer
 from pipedec.messages.events import CompletionEvent, LogprobsEvent, ThreadNews, TokensEvent
 from pipedec.text.prompt import Prompter
+from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import ThreadedSequence, bind, load_dialect
 from pipedec.threads.sequences import Sequences
 
 TARGET = reference_pair() / "target"
 PROMPT = (20, 21, 22)
 END = "<|end|>"
+USER = Tokenizer(TARGET).token_id("<|user|>")
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +100,52 @@ def test_a_special_token_that_a_stop_string_names_ends_an_answer(prompter: Promp
     assert telling.token_ids == telling.ids("One<|user|> two<|user|>")
 
 
+@pytest.mark.parametrize("dialect", [None, "apar"])
+@pytest.mark.parametrize(
+    ("said", "finished", "params", "reason"),
+    [
+        (END, "stop", {}, None), (END, "stop", {"stop": (" two",)}, None), (" two three", None, {"stop": (" two",)}, " two"),
+        (" two" + END, "stop", {"stop": (" two",)}, " two"), (" two", "length", {"stop_token_ids": (40,)}, None),
+        ("<|user|>", "stop", {"stop_token_ids": (40, USER)}, USER), (" two", "cancelled", {}, None),
+    ],
+)  # fmt: skip
+def test_an_answer_knows_what_ended_it(
+    prompter: Prompter, dialect: str | None, said: str, finished: str | None, params: dict[str, Any], reason: str | int | None
+) -> None:
+    """The stop string or the id of the stop token, not the model's end token."""
+    telling = Telling(prompter, dialect, **params)
+    telling.say(t0="One")
+    telling.say(finished, t0=said)
+    assert telling.has_ended and telling.completed().completion.stop_reason == reason
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "texts"),
+    [
+        ({}, "One. first Two.", ["One. Two.", " first"]),
+        ({"skip_special_tokens": False}, "One.<|user|> first<|user|> Two.", ["One.<|user|> Two.", " first<|user|>"]),
+        (
+            {"skip_special_tokens": False, "include_stop_str_in_output": True},
+            f"One.<|user|> first<|user|> Two.{END}", ["One.<|user|> Two.", " first<|user|>"],
+        ),
+    ],
+)  # fmt: skip
+def test_control_tokens_of_threads_are_no_text_even_if_special_tokens_are(
+    prompter: Prompter, params: dict[str, Any], text: str, texts: list[str]
+) -> None:
+    telling = Telling(prompter, "apar", show_threads=True, **params)
+    telling.say(t0="One.<|user|>[Fork] Two." + END)
+    telling.say("stop", t1=f" first<|user|>{END}")
+    assert telling.text == text and [thread["text"] for thread in telling.threads()["threads"]] == texts
+    assert [news.text for news in telling.event.threads or () if news.path == (0,)] == [texts[1]]
+
+
 @pytest.mark.parametrize("finished", ["length", "cancelled", "stop"])
 def test_what_was_held_back_is_told_at_the_end(prompter: Prompter, finished: str) -> None:
     """Text that might begin a stop string, and what stands behind a thread that runs."""
     telling = Telling(prompter, None, stop=("first light",))
     assert telling.say(t0="One first") == "One "
-    assert telling.say(finished, t0=" l") == "first l"
+    assert telling.say(finished, t0=" l" + END * (finished == "stop")) == "first l"
     telling = Telling(prompter, "apar")
     telling.say(t0="One.[Fork] Two.", t1=" fir")
     assert telling.say(finished, t1="st") == "st Two."

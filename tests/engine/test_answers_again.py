@@ -207,34 +207,36 @@ def test_threads_that_are_cancelled_while_they_are_said_again_end_as_they_were_t
 
 
 @given(
-    st.text(alphabet="ab é東 \n", min_size=3, max_size=30),
+    st.lists(st.sampled_from([*"ab é東 \n", "<|user|>"]), min_size=3, max_size=30).map("".join),
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.integers(0, 4),
-    st.sampled_from([(), ("b a",), ("é東", "\nb")]),
+    st.sampled_from([(), ("b a",), ("é東", "\nb"), ("b<|user|>", "a")]),
+    st.sampled_from([{}, {"skip_special_tokens": False}, {"min_tokens": 4, "include_stop_str_in_output": True}]),
 )
 @pytest.mark.failure_case("S2")
 def test_another_process_goes_on_behind_any_token(
-    prompter: Prompter, text: str, cuts: list[int], said: int, stop: tuple[str, ...]
+    prompter: Prompter, text: str, cuts: list[int], said: int, stop: tuple[str, ...], params: dict[str, Any]
 ) -> None:
     """Text and tokens come once, whatever of them the processes before it held back; log-probabilities have their ordinals.
 
-    Also inside a character, or inside what may be a stop string.
+    Also inside a character, or inside what may be a stop string, which may have special tokens.
     """
     tokens = ids(prompter, text)
-    whole, heard = of(prompter, None, stop=stop), Client()
+    whole, heard = of(prompter, None, stop=stop, **params), Client()
     verdict = whole.cut(Verdict.of(*tokens))
     heard.hear(whole.news(tuple(((token, -1.0),) for token in tokens)))
     tokens = list(verdict.tokens)
     brought, client = tuple(tokens[: min(said, len(tokens) - 1)]), Client()
     for cut in (*cuts, len(tokens)):
         first = len(brought) + len(client.told)
-        answer = of(prompter, None, brought, client.told, stop=stop)
+        answer = of(prompter, None, brought, client.told, stop=stop, **params)
         if not answer.is_complete:
             following = tokens[first : first + cut]
             client.hear(take(answer, Verdict.of(*following), tuple(((token, -1.0),) for token in following)))
     assert client.token_ids == tokens[len(brought) :] and heard.text.endswith(client.text)
     completion = answer.completed().completion
     assert (completion.text, completion.token_ids, completion.finish_reason) == (heard.text, tokens, verdict.finished)
+    assert completion.stop_reason == whole.completion.stop_reason
     assert completion.metrics.resumed_tokens == first
     assert client.logprobs == {index: [(token, -1.0)] for index, token in enumerate(tokens) if index >= len(brought)}
 
@@ -243,10 +245,12 @@ def test_another_process_goes_on_behind_any_token(
     ("text", "sampling", "reason", "shown"),
     [
         ("One two" + END, {}, "stop", "One two"),
+        ("One two" + END, {"skip_special_tokens": False}, "stop", "One two"),
+        ("One" + END, {"skip_special_tokens": False, "include_stop_str_in_output": True}, "stop", "One" + END),
         ("One two three", {"stop": ("two",)}, "stop", "One "),
         ("One two three", {"max_tokens": 3}, "length", None),
     ],
-    ids=["end", "stop string", "max_tokens"],
+    ids=["end", "special tokens shown", "end shown", "stop string", "max_tokens"],
 )
 def test_an_answer_that_was_complete_is_complete(
     prompter: Prompter, text: str, sampling: dict[str, Any], reason: str, shown: str | None

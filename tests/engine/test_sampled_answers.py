@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from support import naive_sampling
 from support.pairwise import pairwise
 from support.timesteps import check_timesteps
 from support.tiny_pair import Pair
-from test_local_pipeline import TREE, make_pipeline, models
+from test_local_pipeline import EOS, TREE, make_pipeline, models
 from test_local_pipeline import answer as told
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -44,11 +46,14 @@ SETTINGS = {
 
 
 @torch.inference_mode()
-def expected(target: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[int, ...]:
+def expected(
+    target: PreTrainedModel, prompt: tuple[int, ...], sampling: SamplingParams, ends: Collection[int] = ()
+) -> tuple[int, ...]:
     said: list[int] = []
-    while len(said) < sampling.max_tokens:
+    while len(said) < sampling.max_tokens and not (said and said[-1] in ends):
         logits = target(torch.tensor([[*prompt, *said]])).logits[0, -1].double().tolist()
-        said.append(naive_sampling.choose(logits, prompt, said, sampling))
+        banned = ends if len(said) < sampling.min_tokens else ()
+        said.append(naive_sampling.choose(logits, prompt, said, sampling, banned=banned))
     return tuple(said)
 
 
@@ -84,6 +89,41 @@ def test_one_seed_gives_one_answer(models: Path, answers: dict[str, tuple[int, .
         check_timesteps(metrics, shape[1], method)
         assert metrics.hits > 0 or method == "pp" or (method.startswith("pipedec") and shape[1] == 1)
         assert pipeline.last.asked.sampling.seed == SETTINGS[name].seed
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.fast_cases("2in2")
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}in{shape[1]}")
+def test_no_answer_ends_before_min_tokens(models: Path, answers: dict[str, tuple[int, ...]], shape: tuple[int, int]) -> None:
+    """With tokens that stop it early otherwise: every pair of shape, method, sampling settings and number of tokens."""
+    target = LlamaForCausalLM.from_pretrained(models / "target").eval()
+    pipeline = make_pipeline(models, shape, "near")
+    cases = pairwise(SHAPES, SETTINGS, (0, 1, 6, NUM_TOKENS), METHODS)
+    for _, name, min_tokens, method in [case for case in cases if case[0] == shape]:
+        stop = tuple(answers[name][2::2])
+        bias = {
+            **(SETTINGS[name].logit_bias or {}),
+            EOS: 30.0 if min_tokens == 6 else 0.0,
+        }  # then it is the best token throughout
+        sampling = structs.replace(
+            SETTINGS[name], max_tokens=NUM_TOKENS, min_tokens=min_tokens, stop_token_ids=stop, logit_bias=bias
+        )
+        wanted = expected(target, PROMPT, sampling, {EOS, *stop})
+        request = TokenizedRequest(0, PROMPT, sampling, method, applicable_options(method, TREE))
+        assert told(pipeline, request) == (wanted, "stop" if wanted[-1] in {EOS, *stop} else "length"), (name, min_tokens, method)
+        assert len(wanted) > min_tokens or min_tokens == NUM_TOKENS
+        assert not {EOS, *stop} & set(wanted[:min_tokens]) and (min_tokens != 6 or len(wanted) == 7)
+
+
+def test_a_resumed_answer_counts_its_earlier_tokens_towards_min_tokens(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
+    pipeline, stop = make_pipeline(models, (2, 2), "near"), answers["drawn"][3:]
+    sampling = structs.replace(SETTINGS["drawn"], max_tokens=NUM_TOKENS, min_tokens=5, stop_token_ids=stop)
+    request = TokenizedRequest(0, PROMPT, sampling, "pipedec", applicable_options("pipedec", TREE))
+    whole, _ = told(pipeline, request)
+    assert 5 < len(whole) < NUM_TOKENS
+    for known in range(1, len(whole)):
+        resumed = replace(request, output_token_ids=whole[:known])
+        assert told(pipeline, resumed) == (whole[known:], "stop")
 
 
 def test_a_draft_like_the_target_foresees_every_sampled_token(models: Path, answers: dict[str, tuple[int, ...]]) -> None:
@@ -232,13 +272,28 @@ def test_a_stop_string_ends_the_answer_before_it(
         stop = whole.text[start:end]
         kept = next(count for count, text in enumerate(said) if stop in text)
         cut = ask(resident, structs.replace(sampling, stop=("never said", stop), logprobs=0), method, trace=start == 10)
-        assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:kept], "stop")
+        assert (cut.token_ids, cut.finish_reason, cut.stop_reason) == (whole.token_ids[:kept], "stop", stop)
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert cut.metrics.hits + cut.metrics.misses == kept - 1
         check_timesteps(cut.metrics, resident.spec.topology.num_groups, method)
         assert cut.logprobs is not None and [next(iter(found)) for found in cut.logprobs] == cut.token_ids
     unstopped = ask(resident, structs.replace(sampling, stop=("never said", whole.text + "!")), method)
     assert (unstopped.token_ids, unstopped.text, unstopped.finish_reason) == (whole.token_ids, whole.text, "length")
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+def test_a_client_reads_the_special_tokens_that_are_shown(resident: LocalCluster, tokenizer: PreTrainedTokenizerBase) -> None:
+    """And the end token that the output is to include, which is likely but does not come before min_tokens."""
+    user, end = tokenizer.convert_tokens_to_ids("<|user|>"), tokenizer.eos_token_id
+    bias = {user: 90.0, end: 100.0}
+    for params, text in (
+        ({}, ""), ({"shown_special_tokens": (user,)}, "<|user|>" * 3), ({"skip_special_tokens": False}, "<|user|>" * 3),
+        ({"include_stop_str_in_output": True}, ""),
+        ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "<|user|>" * 3 + "</s>"),
+    ):  # fmt: skip
+        completion = ask(resident, SamplingParams(max_tokens=9, min_tokens=3, logit_bias=bias, **params))
+        assert (completion.text, completion.token_ids) == (text, [user, user, user, end])
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.structured import Case, load_cases
 from pipedec.config import Settings
 from pipedec.core.request import MethodOptions, TokenizedRequest
-from pipedec.core.sampling import SamplingParams, StructuredOutputs
+from pipedec.core.sampling import SamplingParams, StructuredOutputs, ThoughtForm
 from pipedec.decoding import LaneSizes
 from pipedec.directories import reference_pair
 from pipedec.engine.build import resolve
@@ -50,6 +50,25 @@ KINDS: dict[str, StructuredOutputs] = {
     "grammar": StructuredOutputs(grammar='start: "[" item (", " item)~1..3 "]"\nitem: /[0-9]{1,2}/ | "none"'),
     "json_object": StructuredOutputs(json_object=True),
 }
+THOUGHTS: dict[str, tuple[StructuredOutputs, str]] = {  # and the form of the answer's text
+    "tokens, JSON": (
+        StructuredOutputs(
+            json={"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False},
+            thought=ThoughtForm("<Path>", "</Path>", is_optional=False, max_tokens=9),
+        ),
+        r'<Path>.*</Path>\n{0,2}\{"ok": (true|false)\}',
+    ),
+    "text, choice": (
+        StructuredOutputs(
+            choice=("positive", "negative"), thought=ThoughtForm("<think>", "</think>", is_open=True, max_tokens=5, before="So: ")
+        ),
+        "(?!.*<think>).*</think>So: (positive|negative)",
+    ),
+    "free text": (
+        StructuredOutputs(thought=ThoughtForm("<Path>", "</think>", is_optional=False, max_tokens=7)),
+        "<Path>.*</think>.*",
+    ),
+}  # fmt: skip
 
 
 @cache
@@ -179,6 +198,20 @@ def test_other_structures(kind: str) -> None:
         assert re.fullmatch(r"\[(\d{1,2}|none)(, (\d{1,2}|none)){1,3}\]", text)
     elif pipeline_of(4).last.finished == "stop":
         assert isinstance(json.loads(text), dict)
+
+
+@pytest.mark.fast_cases("greedy-tokens, JSON")
+@pytest.mark.parametrize("kind", THOUGHTS)
+@pytest.mark.parametrize("how", ["greedy", "drawn"])
+def test_a_thought_with_a_budget_before_the_structure(how: str, kind: str) -> None:
+    structure, form = THOUGHTS[kind]
+    sampling = SamplingParams(max_tokens=32, structured_outputs=structure, **(DRAWN if how == "drawn" else {}))
+    prompt = prompt_of("Is the sky blue?")
+    wanted = expected(prompt, sampling)
+    for method in METHODS:
+        assert answer(pipeline_of(4), prompt, sampling, method) == wanted, method
+    text = prompter().tokenizer.decode(wanted, skip_special_tokens=False).removesuffix("<|end|>")
+    assert re.fullmatch(form, text, re.DOTALL)
 
 
 @SLOW

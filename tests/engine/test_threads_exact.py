@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 from support.pairwise import pairwise
 from support.thread_differences import written
-from support.thread_models import DEPTHS, SETTINGS, THREAD_DIALECTS, Case, ThreadModels
+from support.thread_models import DEPTHS, END, SETTINGS, THREAD_DIALECTS, Case, ThreadModels, naive_answer
 
 from benchmarks.methods import applicable_options
 from pipedec.core.request import MethodOptions, TokenizedRequest
@@ -45,6 +46,28 @@ def test_threads_equal_the_references(thread_models: ThreadModels, method: str, 
     pipeline = LocalPipeline.load(thread_models.spec(case.depth, *shape))
     answer = threaded_answer(thread_models, pipeline, case, method)
     assert written(answer) == written(thread_models.known_answer(case))
+
+
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("setting", ["greedy", "drawn"])
+def test_the_main_thread_ends_after_min_tokens(thread_models: ThreadModels, method: str, setting: str) -> None:
+    """Other threads end before, as an end token is likely."""
+    case = Case("apar", setting)
+    prompt, bound, usual = thread_models.prompt_ids(case.prompt), thread_models.bound("apar"), thread_models.sampling(case)
+    sampling = structs.replace(usual, min_tokens=16, logit_bias={**(usual.logit_bias or {}), END: 42.0})
+    wanted, early = (
+        naive_answer(thread_models.target(), bound, prompt, params, (END,))
+        for params in (sampling, structs.replace(sampling, min_tokens=0))
+    )
+    assert early.main.num_tokens < 16 < wanted.main.num_tokens and wanted.finished == "stop"
+    assert any(thread.num_tokens < 16 for thread in wanted.threads[1:])
+    request = TokenizedRequest(
+        0, prompt, sampling, method, applicable_options(method, TREE), threads=THREAD_DIALECTS["apar"].to_json()
+    )
+    pipeline = LocalPipeline.load(thread_models.spec(case.depth, 2))
+    list(pipeline.run(request))
+    assert pipeline.last.sequence is not None and written(pipeline.last.sequence) == written(wanted)
 
 
 def test_threads_share_static_trees_with_ngrams(thread_models: ThreadModels) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from support.toy_dialects import IDS, TEXTS, ids, sequence_of, texts, toy
@@ -10,6 +12,7 @@ from pipedec.core.sampling import SamplingParams
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.sampling.noise import gumbel
 from pipedec.stage.verification import TokenChooser, Verifier
+from pipedec.threads import Sequence
 from pipedec.tree import ThreadedForest
 
 VOCAB = len(TEXTS)
@@ -140,6 +143,16 @@ def test_banned_tokens_are_never_chosen(sampling: SamplingParams) -> None:
     logits = torch.cat((wish("[Child]", "[Fork]"), wish("[Fork]", "d"), wish("[Fork]", "[Child]", "d")))
     assert chosen(stage, logits) == ["[Fork]", "[Fork]", "d"], "no opener stands right behind an opener"
     assert (logits > 0).sum() == 7, "the logits are the caller's"
+
+
+@pytest.mark.parametrize(
+    ("ends", "chosen"),
+    [({IDS["c"]}, "d"), ({IDS["c"], VOCAB, VOCAB + 9}, "d"), (range(VOCAB), "c"), (range(VOCAB + 9), "c")],
+    ids=["one", "some beyond the vocabulary", "all", "more than all"],
+)
+def test_end_tokens_are_banned_before_min_tokens_unless_none_remains(ends: Iterable[int], chosen: str) -> None:
+    chooser = TokenChooser(Sequence(10, ends, 100, min_tokens=1), GREEDY, VOCAB, "cpu")
+    assert chooser.first(wish("c", "d")).tolist() == ids(chosen)
 
 
 def test_masks_of_each_thread_predict_with_its_noise() -> None:

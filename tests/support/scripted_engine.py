@@ -15,7 +15,7 @@ from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.scheduler.protocol import RunStatus
 from pipedec.server.front import Front, ServedRun
-from pipedec.text.stream import StopStrings, TextStream
+from pipedec.text.answer_text import AnswerText
 from pipedec.text.tokenizer import Tokenizer
 from support.tiny_pair import CONTEXT
 
@@ -41,23 +41,21 @@ class ScriptedAnswer:
         )
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        sampling = self.request.sampling
-        stream = TextStream(lambda ids: self._engine.tokenizer.decode(ids))
-        special = {token: self._engine.tokenizer.token(token) for token in self._engine.tokenizer.all_special_ids}
-        stops = StopStrings(stream, sampling.stop, special) if sampling.stop else None
+        sampling, text = self.request.sampling, AnswerText(self._engine.tokenizer, self.request.sampling)
+        ends = {*sampling.stop_token_ids, None if sampling.ignore_eos else self._engine.tokenizer.eos_token_id}
         for place, burst in enumerate(self._engine.script(self.request)):
             if not await self._may_go_on(place):
                 return
             tokens = list(burst)[: sampling.max_tokens - len(self._completion.token_ids)]
-            pieces = [stream.add([token]) for token in tokens]
-            text, count = ("".join(pieces), None) if stops is None else stops.add_pieces(zip(tokens, pieces, strict=True))
-            yield self._delta(text, tokens[:count])
-            if count is not None or len(self._completion.token_ids) == sampling.max_tokens:
+            last = next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
+            pieces = [(token, text.piece(token, index == last)) for index, token in enumerate(tokens[: last + 1])]
+            final, count = text.add_pieces(pieces)
+            yield self._delta(final, [token for token, _ in pieces[:count]])
+            if last < len(tokens) or count is not None or len(self._completion.token_ids) == sampling.max_tokens:
                 break
-        self._completion.finish_reason = (
-            "stop" if count is not None or len(self._completion.token_ids) < sampling.max_tokens else "length"
-        )
-        if rest := "" if count is not None else (stops or stream).finish():
+        is_stop = last < len(tokens) or count is not None or len(self._completion.token_ids) < sampling.max_tokens
+        self._completion.finish_reason, self._completion.stop_reason = "stop" if is_stop else "length", text.stop_reason
+        if rest := "" if count is not None else text.finish():
             yield self._delta(rest, [])
 
     async def _may_go_on(self, place: int) -> bool:
@@ -135,11 +133,11 @@ class ScriptedEngine:
         return ScriptedAnswer(self, request, len(self.requests) - 1)
 
 
-def attach(front: Front, tokenizer: Tokenizer, script: Script) -> ScriptedEngine:
+def attach(front: Front, tokenizer: Tokenizer, script: Script, max_model_len: int = CONTEXT) -> ScriptedEngine:
     """The engine of a run that ``front`` serves from now on."""
     engine = ScriptedEngine(tokenizer, script)
     description = RunDescription(Settings.of(target="target"), ((1, 2),), ((0, 4), (4, 8)))
-    front.attach(ServedRun(engine, tokenizer, description, CONTEXT))  # type: ignore[arg-type] # has the calls that a server makes
+    front.attach(ServedRun(engine, tokenizer, description, max_model_len))  # type: ignore[arg-type] # has the calls that a server makes
     return engine
 
 

@@ -15,6 +15,7 @@ from support.tiny_pair import CHAT_TEMPLATE, CONTEXT, foreign_tokenizer
 from transformers import AutoTokenizer
 
 from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.text.prompt import Prompter, end_token_ids, fits_vocabulary, same_tokenizer
 from pipedec.text.stream import StopStrings
 
@@ -87,16 +88,15 @@ def test_token_ids_that_are_no_prompt(prompter: Prompter, token_ids: tuple[int, 
         prompter.token_ids(token_ids, raw=True, max_tokens=1)
 
 
-def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int) -> tuple[list[str], int | None]:
+def stopped(prompter: Prompter, token_ids: list[int], stop: list[str], size: int, **params: Any) -> tuple[list[str], int | None]:
     """The pieces of text when tokens arrive in bursts of ``size``, and the answer's length if a stop string ends it."""
-    stream, pieces = prompter.stream(), []
-    watched = prompter.stops(stream, stop)
+    answer, pieces = prompter.answer_text(SamplingParams(stop=tuple(stop), **params)), []
     for start in range(0, len(token_ids), size):
-        text, count = watched.add_pieces((token, stream.add([token])) for token in token_ids[start : start + size])
+        text, count = answer.add_pieces((token, answer.piece(token)) for token in token_ids[start : start + size])
         pieces.append(text)
         if count is not None:
             return pieces, start + count
-    return [*pieces, watched.finish()], None
+    return [*pieces, answer.finish()], None
 
 
 @examples(300)
@@ -132,12 +132,12 @@ def test_only_the_possible_start_of_a_stop_string_is_held_back(prompter: Prompte
 
 
 def test_decoded_pieces_can_contain_stop_strings(prompter: Prompter) -> None:
-    watched = StopStrings(prompter.stream(), ["END", "ab"])
+    watched = StopStrings(["END", "ab"])
     assert watched.add_pieces((5, piece) for piece in ["x", "", "yE"]) == ("xy", None)
     assert watched.add_pieces([]) == ("", None)
     assert watched.add_pieces((5, piece) for piece in ["N", "", "a"]) == ("EN", None)
     assert watched.finish() == "a"
-    watched = StopStrings(prompter.stream(), ["END"])
+    watched = StopStrings(["END"])
     assert watched.add_pieces((5, piece) for piece in ["one E", "", "ND two", "three"]) == ("one ", 3)
     assert watched.finish() == ""
 

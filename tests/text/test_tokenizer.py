@@ -136,6 +136,74 @@ def test_conversations_have_the_token_ids_of_transformers(
     assert ours.apply_chat_template(messages, prompted, **options) == expected
 
 
+@given(messages=MESSAGES)
+def test_the_last_message_is_continued_as_by_transformers(both: tuple[Tokenizer, Any], messages: list[dict[str, Any]]) -> None:
+    ours, theirs = both
+    try:
+        options: Any = {"tokenize": False, "add_generation_prompt": False, "continue_final_message": True}
+        expected = theirs.apply_chat_template(messages, **options)
+    except ValueError:
+        with pytest.raises(UserError, match="continue_final_message"):
+            ours.render_chat(messages, False, continue_final_message=True)
+    else:
+        assert ours.render_chat(messages, False, continue_final_message=True) == expected
+        token_ids = theirs.apply_chat_template(
+            messages, return_dict=False, add_generation_prompt=False, continue_final_message=True
+        )
+        assert ours.apply_chat_template(messages, False, continue_final_message=True) == token_ids
+
+
+_EACH = "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+_PARTS = [{"type": "text", "text": "a "}, {"type": "text", "text": " b "}]
+
+
+@pytest.mark.parametrize(
+    ("written", "content", "expected"),
+    [
+        ("m.content", " The moon ", "<user>Hi</s><assistant> The moon "),
+        ("m.content | trim", " The moon ", "<user>Hi</s><assistant>The moon"),
+        ("m.content ~ '!' ~ messages[0].content", "Hi", "<user>Hi!Hi</s><assistant>Hi"),
+        ("m.content", "", "<user>Hi</s><assistant>"),
+        ("m.content", "CONTINUE_FINAL_MESSAGE_TAG ", "<user>Hi</s><assistant>CONTINUE_FINAL_MESSAGE_TAG "),
+        ("m.content", _PARTS, "<user>Hi</s><assistant>a \n b "),
+        ("m.content[0].text ~ m.content[-1].text", _PARTS, "<user>HiHi</s><assistant>a  b "),
+    ],
+)
+def test_a_continued_message_ends_the_prompt(
+    directories: dict[str, Path], tmp_path: Path, written: str, content: Any, expected: str
+) -> None:
+    """As far as the template writes it, without what would come after it. Content is in the form that the template reads."""
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(_EACH.replace("CONTENT", written))
+    tokenizer = Tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    assert tokenizer.render_chat(messages, add_generation_prompt=False, continue_final_message=True) == expected
+    assert messages[1]["content"] == content, "the messages are the caller's"
+
+
+@pytest.mark.parametrize(
+    ("written", "last", "prompted", "message"),
+    [
+        ("m.content", {"content": "a"}, True, "not possible with add_generation_prompt"),
+        ("m.content", {"tool_calls": []}, False, "the last message has no text to continue"),
+        ("m.content", {"content": []}, False, "the last message has no text to continue"),
+        ("m.content", {"content": [{"type": "image"}]}, False, "the last message has no text to continue"),
+        ("m.content[:2]", {"content": "a long one"}, False, "does not write the last message as it is"),
+        ("m.content | upper", {"content": "abc"}, False, "does not write the last message as it is"),
+        ("m.content.split('b')[1]", {"content": "abc"}, False, "does not write the last message as it is"),
+    ],
+)
+def test_a_message_that_cannot_be_continued_is_refused(
+    directories: dict[str, Path], tmp_path: Path, written: str, last: dict[str, Any], prompted: bool, message: str
+) -> None:
+    shutil.copy(directories["tiny"] / "tokenizer.json", tmp_path)
+    written = f"({written}) if m.role == 'assistant' else m.content"
+    (tmp_path / "chat_template.jinja").write_text(_EACH.replace("CONTENT", written))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", **last}]
+    with pytest.raises(UserError, match=message):
+        Tokenizer(tmp_path).render_chat(messages, prompted, continue_final_message=True)
+
+
 def test_both_know_the_same_tokens(both: tuple[Tokenizer, Any]) -> None:
     ours, theirs = both
     assert (len(ours), ours.vocabulary) == (len(theirs), theirs.get_vocab())

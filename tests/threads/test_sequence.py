@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -180,6 +182,27 @@ def test_end_all_ends_what_goes_on_and_hands_out_what_was_held_back() -> None:
     assert [token.token_id for token in reader.pop_ready()] == ids('a <promise : 2 "/> <async> x')
     assert sequence.accept_token(1, IDS["a"]) == []
     assert sequence.anomalies == {}
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_end_tokens_of_the_main_thread_are_banned_before_min_tokens(forks: bool) -> None:
+    """Also after tokens that are not accepted yet. Nothing else changes."""
+    bound, ends, a = toy("apar"), {END, IDS["z"]}, IDS["a"]
+    new: Any = partial(ThreadedSequence, bound, 3, ends, 9) if forks else partial(Sequence, 3, ends, 9)
+    sequence, usual = new(min_tokens=3), new()
+    for said in range(5):
+        for ahead in range(5):
+            early = ends if said + ahead < 3 else set()
+            assert sequence.banned(0, iter([a] * ahead)) == usual.banned(0, [a] * ahead) | early
+        assert sequence.is_free == (not forks and said >= 3)
+        for one in (sequence, usual):
+            one.accept_token(0, a)
+
+
+def test_a_child_may_end_before_min_tokens() -> None:
+    sequence = ThreadedSequence(toy("apar"), 3, (END,), 9, min_tokens=9)
+    say(sequence, (), "a [Fork]")
+    assert END in sequence.banned(0) and END not in sequence.banned(1)
 
 
 def test_end_tokens_are_the_callers() -> None:
