@@ -4,6 +4,6 @@ Importing this package does not import torch; only its module ``masks`` needs it
 """
 
 from pipedec.grammar.grammar import MAX_FORCED, NOTHING, Bitmask, Grammar
-from pipedec.grammar.structures import Vocabulary, check, without_annotations
+from pipedec.grammar.structures import TOO_DEEP, Vocabulary, check, new_grammar, without_annotations
 
-__all__ = ["MAX_FORCED", "NOTHING", "Bitmask", "Grammar", "Vocabulary", "check", "without_annotations"]
+__all__ = ["MAX_FORCED", "NOTHING", "TOO_DEEP", "Bitmask", "Grammar", "Vocabulary", "check", "new_grammar", "without_annotations"]

@@ -68,7 +68,7 @@ class StructureChecks:
         if (verdict := self._verdicts.get(digest)) is None:
             verdict = await self._found(digest, document)
         if verdict:
-            raise UserError(f"structured_outputs.{structure.kind}: {verdict}")
+            raise UserError(verdict)
 
     async def aclose(self) -> None:
         """End the processes, and refuse what they have not checked as if too many waited."""
@@ -175,7 +175,8 @@ def main() -> None:
         *lines, received = (received + piece).split(b"\n")
         if lines and lines[-1]:  # those before it are not waited for any more
             number, document = lines[-1].split(b" ", 1)
-            verdict = _forked(partial(_complaint, verify, msgspec.json.decode(document, type=StructuredOutputs)))
+            structure = msgspec.json.decode(document, type=StructuredOutputs)
+            verdict = _forked(partial(_complaint, verify, structure), f"structured_outputs.{structure.kind}")
             print(json.dumps([int(number), verdict]), flush=True)
 
 
@@ -201,12 +202,12 @@ def _complaint(verify: Callable[[StructuredOutputs], None], structure: Structure
     try:
         verify(structure)
     except UserError as error:
-        return str(error).removeprefix(f"structured_outputs.{structure.kind}: ")
+        return str(error)
     return ""
 
 
-def _forked(work: Callable[[], str]) -> str:
-    """The result of ``work`` within the limits; a complaint if it exceeds one."""
+def _forked(work: Callable[[], str], place: str) -> str:
+    """The result of ``work`` within the limits; a complaint about ``place`` if it exceeds one."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -224,7 +225,7 @@ def _forked(work: Callable[[], str]) -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if result.startswith(_DONE):
         return result.removeprefix(_DONE)
-    return _TOO_COSTLY if status == -signal.SIGPROF else TOO_DEEP
+    return f"{place}: {_TOO_COSTLY if status == -signal.SIGPROF else TOO_DEEP}"
 
 
 def _limit() -> None:

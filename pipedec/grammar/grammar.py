@@ -25,10 +25,26 @@ class Bitmask:
 
     @classmethod
     def of(cls, *token_ids: int) -> Bitmask:
-        return cls(sum(1 << token for token in set(token_ids)).to_bytes(max(token_ids, default=-1) // 8 + 1, "little"))
+        bits = bytearray(max(token_ids, default=-1) // 8 + 1)
+        for token in token_ids:
+            bits[token // 8] |= 1 << token % 8
+        return cls(bytes(bits))
 
     def __contains__(self, token: int) -> bool:
         return 0 <= token < 8 * len(self.bits) and bool(self.bits[token // 8] >> token % 8 & 1)
+
+    def __or__(self, other: Bitmask) -> Bitmask:
+        if not (self.bits and other.bits):
+            return self if self.bits else other
+        union = int.from_bytes(self.bits, "little") | int.from_bytes(other.bits, "little")
+        return Bitmask(union.to_bytes(max(len(self.bits), len(other.bits)), "little"))
+
+    def __sub__(self, other: Bitmask) -> Bitmask:
+        left = int.from_bytes(self.bits, "little") & ~int.from_bytes(other.bits, "little")
+        return Bitmask(left.to_bytes(len(self.bits), "little"))
+
+    def __bool__(self) -> bool:
+        return any(self.bits)
 
     def __iter__(self) -> Iterator[int]:
         """Token ids, the lowest first."""
@@ -60,7 +76,8 @@ class _State:
         return self.allowed is not None and token not in self.allowed
 
 
-_IMPOSSIBLE = _State(fault="it does not follow its structured_outputs", allowed=NOTHING)
+STRAYED = "it does not follow its structured_outputs"
+_IMPOSSIBLE = _State(fault=STRAYED, allowed=NOTHING)
 
 
 class Grammar:
@@ -93,7 +110,7 @@ class Grammar:
             if self._root is None or len(self._after) > 1:
                 continue
             if self._root.excludes(token):
-                raise _impossible(self._root.fault or _IMPOSSIBLE.fault)
+                raise impossible(self._root.fault or STRAYED)
             if (known := self._root.children.get(token)) is not None:
                 self._enter(known)
 
@@ -144,14 +161,14 @@ class Grammar:
                 state.fault, allowed = "no token of the model continues it", NOTHING
             state.allowed, state.may_end = allowed, False
         if state.fault and state is self._root:
-            raise _impossible(state.fault)
+            raise impossible(state.fault)
         return state.allowed
 
     def _state(self, path: Sequence[int]) -> _State:
         """Raises UserError if nothing follows the accepted tokens."""
         state = self._entered()
         if state.fault:
-            raise _impossible(state.fault)
+            raise impossible(state.fault)
         for index, token in enumerate(path):
             state = state.children.get(token) or self._child(state, path[: index + 1])
         return state
@@ -224,5 +241,6 @@ def _fault(matcher: LLMatcher) -> str:
     return f"its structured_outputs are too complex to be followed further: {matcher.get_error().splitlines()[0][:200]}"
 
 
-def _impossible(fault: str) -> UserError:
+def impossible(fault: str) -> UserError:
+    """The error of an answer that nothing may follow."""
     return UserError(f"the answer cannot go on, as {fault}")

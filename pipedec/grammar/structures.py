@@ -7,18 +7,20 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from itertools import takewhile
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
+from msgspec.structs import replace
 
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import StructuredOutputs
 from pipedec.grammar.gbnf import is_gbnf, plain_gbnf
 from pipedec.grammar.grammar import Bitmask, Grammar
+from pipedec.grammar.thought import MarkedText, ThinkingGrammar, Thought
 from pipedec.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ def check(structure: StructuredOutputs, tokens: LLTokenizer | None = None) -> No
 
     Raises UserError, one line with the place of the mistake, if the structure is invalid or not supported.
     """
+    if structure.kind == "thought":
+        return
     message = _mistake(source(structure), tokens)
     if message and structure.json is not None:
         schema = _schema(structure)
@@ -163,15 +167,22 @@ class Vocabulary:
             plain = LLTokenizer(tokenizer.to_json(), eos_token=list(self._end_token_ids), slices=[])
         except ValueError as error:
             raise UserError(f"{where}: its tokenizer cannot be used: {one_line(str(error))}") from None
-        self._tokens = LLTokenizer(
-            TokenizerWrapper(_PlainText(tokenizer, plain, vocab_size)), eos_token=list(self._end_token_ids)
-        )
+        self._plain = _PlainText(tokenizer, plain, vocab_size)
+        self._marks = {
+            name: token for name, token in tokenizer.added_tokens.items() if name.strip() and token not in self._plain.lacking
+        }
+        self._tokens = LLTokenizer(TokenizerWrapper(self._plain), eos_token=list(self._end_token_ids))
+        self._marked_text = self._new_marked_text()
         self._started = lru_cache(maxsize=_MAX_KEPT)(self._start)
+        self.thought = lru_cache(maxsize=_MAX_KEPT)(lambda form: Thought(form, self._marked_text))
 
     def check(self, structure: StructuredOutputs) -> None:
         """Raises UserError as ``structures.check``; also if a grammar names a special token that is not in the vocabulary, or if
-        nothing can match, because everything contains itself.
+        nothing can match, because everything contains itself; or if a mark of the thought has an end token.
         """
+        for name in () if structure.thought is None else ("begin", "end", "before"):
+            if not set(self._end_token_ids).isdisjoint(self._marked_text.chain(getattr(structure.thought, name))):
+                raise UserError(f"structured_outputs.thought.{name}: this mark has an end token of the model, which ends answers")
         try:
             matcher = self.matcher(structure)
         except UserError:
@@ -185,17 +196,49 @@ class Vocabulary:
 
     def matcher(self, structure: StructuredOutputs) -> LLMatcher:
         """At the structure's start. Raises UserError as ``check``, but for the place."""
-        return self._started(structure).deep_copy()
+        return self._started(self._after_thought(structure)).deep_copy()
 
     def grammar(self, structure: StructuredOutputs) -> Grammar:
         """The grammar of a new answer. Its ``allowed`` and ``forced`` raise UserError as ``matcher``."""
-        return Grammar(partial(self.matcher, structure), self._end_token_ids)
+        return new_grammar(structure, lambda: self, self._end_token_ids)
+
+    def _after_thought(self, structure: StructuredOutputs) -> StructuredOutputs:
+        """The structure alone; of free text, a grammar."""
+        if structure.thought is None or structure.kind != "thought":
+            return replace(structure, thought=None)
+        marks = {self._marks[name] for name in structure.thought.marks if name in self._marks}
+        special = sorted(marks.intersection(self._plain.special_token_ids).difference(self._end_token_ids))
+        more = f" (<[{','.join(map(str, special))}]> TEXT)*" if special else ""
+        return StructuredOutputs(grammar=f"start: TEXT{more}\nTEXT: /(?s:.*)/")
+
+    def _new_marked_text(self) -> MarkedText:
+        excluded = {*self._plain.special_token_ids, *self._plain.lacking, *self._end_token_ids}
+        texts = {token: text for token, text in enumerate(self._plain.tokens) if text and token not in excluded}
+
+        def encode(text: str) -> list[int]:
+            token_ids = self._tokens.tokenize_str(text)
+            is_exact = b"".join(texts.get(token, b"") for token in token_ids) == text.encode()
+            return token_ids if is_exact else self._tokens.greedy_tokenize(text)
+
+        return MarkedText(texts, self._marks, encode)
 
     def _start(self, structure: StructuredOutputs) -> LLMatcher:
         matcher = LLMatcher(self._tokens, source(structure), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise UserError(f"structured_outputs.{structure.kind}: {one_line(matcher.get_error())}")
         return matcher
+
+
+def new_grammar(structure: StructuredOutputs, vocabulary: Callable[[], Vocabulary], end_token_ids: tuple[int, ...]) -> Grammar:
+    """The grammar of a new answer, which takes the vocabulary when it is first asked."""
+    thought = structure.thought
+
+    def new_matcher() -> LLMatcher:
+        return vocabulary().matcher(structure)
+
+    if thought is None:
+        return Grammar(new_matcher, end_token_ids)
+    return ThinkingGrammar(lambda: vocabulary().thought(thought), new_matcher, end_token_ids)
 
 
 class _PlainText:
@@ -209,8 +252,8 @@ class _PlainText:
         self.eos_token_id = own.eos_token
         self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
         self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
-        lacking = range(own.vocab_size if vocab_size is None else vocab_size, own.vocab_size)
-        self._encode = tokenizer.encoder_without(frozenset((*self.special_token_ids, *lacking)))
+        self.lacking = range(own.vocab_size if vocab_size is None else vocab_size, own.vocab_size)
+        self._encode = tokenizer.encoder_without(frozenset((*self.special_token_ids, *self.lacking)))
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text)

@@ -14,8 +14,8 @@ from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams, StructuredOutputs
 from pipedec.directories import reference_pair
 from pipedec.grammar import Vocabulary, check, without_annotations
+from pipedec.text.parsers import PLAIN
 from pipedec.text.tokenizer import Tokenizer
-from pipedec.text.tool_calls import PLAIN
 
 TARGET = Tokenizer(reference_pair() / "target")
 DEEP = {"properties": {"a/b": {"anyOf": [{"type": "string"}, {"items": {"type": "objekt"}}]}}}

@@ -12,10 +12,11 @@ import jsonschema_rs
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from support.examples import examples
 
 from pipedec.core.errors import UserError
-from pipedec.core.sampling import StructuredOutputs
+from pipedec.core.sampling import StructuredOutputs, ThoughtForm
 from pipedec.directories import reference_pair
 from pipedec.grammar import NOTHING, Bitmask, Grammar, Vocabulary
 from pipedec.text.tokenizer import Tokenizer
@@ -79,7 +80,13 @@ texts = st.text(alphabet="ab eé\n\"'\\東", max_size=6)
 of_schemas = schemas.map(lambda of: StructuredOutputs(json=of))
 of_patterns = patterns.map(lambda of: StructuredOutputs(regex=of))
 of_choices = st.lists(texts, min_size=1, max_size=4).map(lambda of: StructuredOutputs(choice=tuple(of)))
-structures = st.one_of(of_schemas, of_patterns, of_choices)
+plain = st.one_of(of_schemas, of_patterns, of_choices)
+thoughts = st.builds(
+    ThoughtForm, st.sampled_from(["<Path>", "<think>", "a"]), st.sampled_from(["</Path>", "</think>", "aa\n"]), st.booleans(),
+    st.booleans(), st.integers(0, 3), st.sampled_from(["", "<|user|>so<Path>"]), st.sampled_from([(), ("<async>",)]),
+)  # fmt: skip
+with_thoughts = st.builds(lambda of, thought: replace(of, thought=thought), plain, thoughts)
+structures = st.one_of(plain, with_thoughts, thoughts.map(lambda thought: StructuredOutputs(thought=thought)))
 
 
 @lru_cache(maxsize=1)
