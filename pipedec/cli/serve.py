@@ -26,10 +26,11 @@ from pipedec.directories import reference_pair, shipped_name
 from pipedec.flags import Help, options_of
 from pipedec.server.app import create_app
 from pipedec.server.defaults import sampling_defaults
-from pipedec.server.front import Front, ServerSettings
+from pipedec.server.front import AUTO, NONE, Front, ServerSettings
 from pipedec.server.logs import LogFormat, RequestLog, log, written_log
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.run import ClusterEnded, ClusterProcess, RunOptions, ServerProcess
+from pipedec.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 _KEY_VARIABLE = "PIPEDEC_API_KEY"
 _EVERY = '["*"]'
@@ -55,6 +56,15 @@ class HttpFlags(RunOptions):
     generation_config: Annotated[
         str, Help("Default sampling parameters: the target's generation_config.json, neutral ones, or DIR's.", "auto|vllm|DIR")
     ] = "auto"
+    reasoning_parser: Annotated[
+        str, Help("Parser of the model's thoughts; auto: as its chat template has them; none: they are text.", "auto|NAME|none")
+    ] = AUTO
+    tool_call_parser: Annotated[
+        str, Help("Parser of calls of tools; auto: as the chat template asks for them.", "auto|NAME|none")
+    ] = AUTO
+    max_stored_responses: Annotated[
+        int, Meta(ge=0), Help("Responses that /v1/responses keeps in memory for clients that go on with them; 0: none.", "N")
+    ] = ServerSettings.max_stored_responses
     log_format: Annotated[LogFormat, Help("Format of the log; auto: text on a terminal, else JSON.")] = "auto"
     enable_log_requests: Annotated[bool, Help("Log prompts and parameters of requests.")] = False
     max_log_len: Annotated[Annotated[int, Meta(ge=0)] | None, Help("Characters of a prompt in the log.")] = None
@@ -81,13 +91,26 @@ class HttpFlags(RunOptions):
         return tuple(keys)
 
     def settings(self, keys: tuple[str, ...], target: str) -> ServerSettings:
+        """Raises UserError for values that are not allowed."""
+        for flag, name, parsers in (
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+            ("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS),
+        ):
+            if name not in (AUTO, NONE, *parsers):
+                raise UserError(f"{flag} {name}: give {AUTO}, {NONE} or one of {', '.join(parsers)}")
+        origins = names(self.allowed_origins, "--allowed-origins")
+        if self.allow_credentials and "*" in origins:
+            raise UserError("--allow-credentials: every page could ask as its visitor: name the pages in --allowed-origins")
         return ServerSettings(
             served_model_names=self.served_model_name or (shipped_name(target) or target,),
             api_keys=keys,
-            allowed_origins=names(self.allowed_origins, "--allowed-origins"),
+            allowed_origins=origins,
             allowed_methods=names(self.allowed_methods, "--allowed-methods"),
             allowed_headers=names(self.allowed_headers, "--allowed-headers"),
             allow_credentials=self.allow_credentials,
+            reasoning_parser=self.reasoning_parser,
+            tool_call_parser=self.tool_call_parser,
+            max_stored_responses=self.max_stored_responses,
         )
 
 
@@ -131,7 +154,7 @@ def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     with http.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
         url = http.url(listener)
         through = "" if http.uds is None else f" through the Unix socket {http.uds}"
-        where = f"API  {url}/v1   live page  {url}/live{through}   loading {served.model_name}"
+        where = f"API  {url}/v1   chat  {url}/   live page  {url}/live{through}   loading {served.model_name}"
         log("listening", text=where, url=url, model=served.model_name)
         log("sampling_defaults", source=defaults.source, **defaults.values, max_tokens=defaults.max_tokens)
         metrics = ServerMetrics(served.model_name)

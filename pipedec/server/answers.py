@@ -26,7 +26,8 @@ class AnswerPart:
 
     index: int
     text: str
-    tokens: Sequence[TokenLogprob] = ()  # if log-probabilities were asked for; in order, and complete when the answer is
+    token_ids: Sequence[int] = ()  # in order, and complete when the answer is
+    tokens: Sequence[TokenLogprob] = ()  # the same, if log-probabilities were asked for
     threads: Sequence[ThreadNews] = ()
     output_tokens: int = 0  # that have arrived so far
     completion: Completion | None = None  # with the last part
@@ -39,6 +40,11 @@ class AnswerPart:
 def text_of(completion: Completion) -> str:
     """The text of an answer, without a last character that was cut off."""
     return completion.text if completion.finish_reason == "stop" else completion.text.rstrip(_INCOMPLETE)
+
+
+def tokens_of(completion: Completion) -> list[TokenLogprob]:
+    """The tokens of an answer with their log-probabilities; nothing if those were not asked for."""
+    return list(zip(completion.token_ids, completion.logprobs or (), strict=False))
 
 
 def finish_reason(completion: Completion) -> str:
@@ -63,7 +69,7 @@ class _Reader:
 
     def read(self, delta: Delta) -> AnswerPart | None:
         """None if there is nothing to show yet."""
-        if self.generation.request.sampling.logprobs is not None and self.generation.request.threads is None:
+        if self.generation.request.threads is None:
             self.token_ids += delta.token_ids
             self.logprobs += delta.logprobs
         text = self.held + delta.text
@@ -72,15 +78,18 @@ class _Reader:
         if not final and not delta.threads:
             return None
         self.num_characters += len(final)
-        tokens: list[TokenLogprob] = list(zip(self.token_ids, self.logprobs, strict=False))
-        del self.token_ids[: len(tokens)], self.logprobs[: len(tokens)]
-        self.num_sent += len(tokens)
-        return AnswerPart(self.index, final, tokens, delta.threads, self.generation.output_tokens)
+        count = len(self.token_ids) if self.generation.request.sampling.logprobs is None else len(self.logprobs)
+        token_ids, logprobs = self.token_ids[:count], self.logprobs[:count]
+        del self.token_ids[:count], self.logprobs[:count]
+        self.num_sent += len(token_ids)
+        tokens = list(zip(token_ids, logprobs, strict=False))
+        return AnswerPart(self.index, final, token_ids, tokens, delta.threads, self.generation.output_tokens)
 
     def finish(self, completion: Completion) -> AnswerPart:
         rest = text_of(completion)[self.num_characters :]
-        tokens = list(zip(completion.token_ids, completion.logprobs or (), strict=False))[self.num_sent :]
-        return AnswerPart(self.index, rest, tokens, (), len(completion.token_ids), completion)
+        tokens = tokens_of(completion)[self.num_sent :]
+        token_ids = completion.token_ids[self.num_sent :]
+        return AnswerPart(self.index, rest, token_ids, tokens, (), len(completion.token_ids), completion)
 
 
 class Generations:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Path
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
@@ -15,25 +15,29 @@ from starlette.requests import Request
 import pipedec
 from pipedec.core.errors import PipedecError
 from pipedec.live.page import POLICY, Hub, Viewer, page
-from pipedec.server.completions import chat_routes, completions_routes
+from pipedec.server.anthropic.messages import messages_routes
+from pipedec.server.bodies import BODY_ERRORS, error_responses
+from pipedec.server.conversation import read_messages
+from pipedec.server.delivery import EventStream, unless_gone
 from pipedec.server.errors import bad_request, on_error, on_internal_error
 from pipedec.server.front import Front
 from pipedec.server.metrics import ServerMetrics
 from pipedec.server.middleware import ApiKeys, BodyLimits, RequestNotes
-from pipedec.server.prompts import READERS, check_tokens, rendered, tokenized
+from pipedec.server.model_lists import lm_studio_routes, models_routes
+from pipedec.server.ollama.lists import lists_routes
+from pipedec.server.ollama.routes import ollama_routes
+from pipedec.server.openai.chat import chat_routes
+from pipedec.server.openai.completions import completions_routes
+from pipedec.server.openai.responses import responses_routes
+from pipedec.server.prompts import READERS, check_tokens, tokenized
 from pipedec.server.protocol import (
-    BODY_ERRORS,
     DetokenizeBody,
     DetokenizeResponse,
     HealthResponse,
-    ModelCard,
-    ModelList,
     TokenizeBody,
     TokenizeResponse,
     VersionResponse,
-    error_responses,
 )
-from pipedec.server.responses import EventStream, unless_gone
 from pipedec.server.structures import shown
 
 
@@ -53,7 +57,8 @@ class Api(FastAPI):
 def create_app(front: Front, metrics: ServerMetrics | None = None) -> FastAPI:
     """All routes and what is around them. ``front`` may change its state at any time. ``metrics`` are at ``/metrics``."""
     app = Api(title="pipedec: an OpenAI-compatible API", version=pipedec.__version__, redoc_url=None)
-    for add_routes in (completions_routes, chat_routes, tokens_routes, models_routes, health_routes, live_routes):
+    answers = (completions_routes, chat_routes, responses_routes, messages_routes, ollama_routes)
+    for add_routes in (*answers, tokens_routes, models_routes, lists_routes, lm_studio_routes, health_routes, live_routes):
         add_routes(app, front)
     if metrics is not None:
         app.add_api_route("/metrics", metrics.response, include_in_schema=False, response_model=None)
@@ -71,6 +76,7 @@ def create_app(front: Front, metrics: ServerMetrics | None = None) -> FastAPI:
             allow_methods=settings.allowed_methods,
             allow_headers=settings.allowed_headers,
             allow_credentials=settings.allow_credentials,
+            allow_private_network="*" not in settings.allowed_origins,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestNotes, observers=front.observers)
@@ -88,12 +94,7 @@ def tokens_routes(app: FastAPI, front: Front) -> None:
         if body.prompt is not None and body.messages is None:
             [prompt] = await unless_gone(request, tokenized(body.prompt, served, 1, body.add_special_tokens is not False))
         elif body.messages is not None and body.prompt is None:
-            if body.add_special_tokens:
-                raise bad_request("add_special_tokens is not supported with messages: leave it out", "add_special_tokens")
-            begins_answer = body.add_generation_prompt is not False
-            tools = shown(body.tools) if body.tools else None
-            reading = partial(rendered, body.messages, served, begins_answer, body.chat_template_kwargs or {}, tools)
-            prompt = await unless_gone(request, READERS.run(reading))
+            prompt = await read_messages(request, body, served, {"tools": shown(body.tools)} if body.tools else {})
         else:
             raise bad_request("give either prompt or messages", "prompt")
         tokens = list(prompt.token_ids)
@@ -114,32 +115,8 @@ def tokens_routes(app: FastAPI, front: Front) -> None:
         return DetokenizeResponse(prompt=await unless_gone(request, reading))
 
 
-def models_routes(app: FastAPI, front: Front) -> None:
-    """``/v1/models`` and ``/version``: what is served, also while it is loading."""
-
-    def card(name: str) -> ModelCard:
-        served = front.served
-        root, context = (None, None) if served is None else (served.description.target, served.max_model_len)
-        return ModelCard(id=name, object="model", created=front.created, owned_by="pipedec", root=root, max_model_len=context)
-
-    @app.get("/v1/models", responses=error_responses(401), tags=["models"])
-    async def list_models() -> ModelList:
-        """All names by which the model can be asked for."""
-        return ModelList(object="list", data=[card(name) for name in front.settings.served_model_names])
-
-    @app.get("/v1/models/{model:path}", responses=error_responses(400, 401, 404), tags=["models"])
-    async def retrieve_model(model: Annotated[str, Path(description="A served name.")]) -> ModelCard:
-        """One of them."""
-        return card(front.settings.check_model(model))
-
-    @app.get("/version", tags=["models"])
-    async def show_version() -> VersionResponse:
-        """The version of pipedec."""
-        return VersionResponse(version=pipedec.__version__)
-
-
 def health_routes(app: FastAPI, front: Front) -> None:
-    """``/health`` and ``/ready``, for load balancers: neither needs a key."""
+    """``/health`` and ``/ready``, for load balancers, and ``/version``: none needs a key."""
 
     def answer(is_ready: bool) -> HealthResponse:
         status = front.require(is_ready).engine.last_status
@@ -157,15 +134,25 @@ def health_routes(app: FastAPI, front: Front) -> None:
         """Whether requests are taken: as /health, and 503 while the server shuts down."""
         return answer(is_ready=True)
 
+    @app.get("/version", tags=["models"])
+    async def show_version() -> VersionResponse:
+        """The version of pipedec."""
+        return VersionResponse(version=pipedec.__version__)
+
 
 def live_routes(app: FastAPI, front: Front) -> None:
-    """The live page and the feed that it reads (docs/live.md)."""
-    hub = Hub(lambda: front.is_ending)
+    """The chat page, the live page and the feed that it reads (docs/live.md)."""
+    hub, headers = Hub(lambda: front.is_ending), {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"}
+
+    @app.get("/", include_in_schema=False)
+    async def show_chat() -> Response:
+        """The page, which needs no key; the API that it asks does."""
+        return HTMLResponse(page("chat.html"), headers=headers)
 
     @app.get("/live", include_in_schema=False)
     async def show_page() -> Response:
         """The page, which needs no key; the feed that it reads does."""
-        return HTMLResponse(page(), headers={"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer"})
+        return HTMLResponse(page("page.html"), headers=headers)
 
     @app.get("/live/feed", include_in_schema=False)  # it never ends, which OpenAPI cannot say
     async def follow() -> EventStream:

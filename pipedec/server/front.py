@@ -20,8 +20,12 @@ from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.server.defaults import SamplingDefaults
 from pipedec.server.errors import ApiError, unavailable
+from pipedec.text.parsers import REASONING_PARSERS, TOOL_PARSERS, reasoning_parser, tool_parser
+from pipedec.text.parsers.parser import ReasoningParser, ToolParser
 from pipedec.text.tokenizer import Tokenizer
 
+AUTO, NONE = "auto", "none"
+LATEST = ":latest"  # Ollama's clients put it after names
 _LOADING_RETRY_SECONDS = 5
 
 
@@ -39,20 +43,24 @@ class ServerSettings:
     body_seconds: float = 30.0  # in which a body must arrive (408)
     ping_seconds: float = 15.0  # after so long a silence a stream sends a comment, which keeps proxies from closing it
     send_seconds: float = 60.0  # after which a client that reads nothing of its stream loses it
+    max_stored_responses: int = 1000  # of ``/v1/responses``, for clients that go on with them; 0 keeps none
     max_prompts: int = 1024  # that one request to ``/v1/completions`` may have
+    reasoning_parser: str = AUTO  # names of parsers, ``auto`` for that of the chat template, ``none`` for text as it is
+    tool_call_parser: str = AUTO
 
     @property
     def model_name(self) -> str:
         return self.served_model_names[0]
 
     def check_model(self, name: str | None) -> str:
-        """The name under which a request is served. Raises ApiError (404) for another model."""
+        """The name under which a request is served; it may come with ``LATEST``. Raises ApiError (404) for another model."""
         if name is None:
             return self.model_name
-        if name not in self.served_model_names:
-            served = ", ".join(self.served_model_names)
-            raise ApiError(404, f"there is no model {name[:100]!r}: this server has {served}", "model")
-        return name
+        for served in (name, name.removesuffix(LATEST)):
+            if served in self.served_model_names:
+                return served
+        known = ", ".join(self.served_model_names)
+        raise ApiError(404, f"there is no model {name[:100]!r}: this server has {known}", "model")
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,8 @@ class Front:
         self.observers = observers
         self.created = created  # when the process began to serve, in seconds since 1970
         self.served: ServedRun | None = None  # None while it is loading
+        self.reasoning: ReasoningParser | None = None  # how the model writes its thoughts, if that is known
+        self.tool_parser: ToolParser | None = None  # how it calls tools
         self.is_aborting = False  # the open answers are being ended
         self._lost: str | None = None
         self._is_draining = False
@@ -144,7 +154,10 @@ class Front:
         self._background: set[asyncio.Future[Any]] = set()
 
     def attach(self, served: ServedRun) -> None:
-        self.served = served
+        self.served, template = served, served.tokenizer.tool_template
+        reasoning, tools = self.settings.reasoning_parser, self.settings.tool_call_parser
+        self.reasoning = reasoning_parser(template) if reasoning == AUTO else REASONING_PARSERS.get(reasoning)
+        self.tool_parser = tool_parser(template) if tools == AUTO else TOOL_PARSERS.get(tools)
 
     def lose(self, reason: str) -> None:
         """Refuse everything: the cluster is lost. The engine itself ends the open answers with an error."""

@@ -17,13 +17,13 @@ from contextlib import suppress
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response
+from pipedec.server.errors import CLIENT_CLOSED_REQUEST, ApiError, error_response, is_anthropic
 from pipedec.server.front import HttpExchange, Observer, ServerSettings
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _CLOSE = {"Connection": "close"}
 _LINGER_SECONDS = 2.0
-_GUARDED = re.compile(r"/(v1|live/feed|tokenize|detokenize)(/|$)")
+_GUARDED = re.compile(r"/(v1|api|live/feed|tokenize|detokenize)(/|$)")
 
 
 class RequestNotes:
@@ -46,7 +46,10 @@ class RequestNotes:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = request_id  # Anthropic's
             await send(message)
 
         try:
@@ -64,8 +67,8 @@ class RequestNotes:
 
 
 class ApiKeys:
-    """Refuses requests to ``/v1``, ``/tokenize``, ``/detokenize`` and the live feed without one of the keys, which are compared
-    in constant time.
+    """Refuses requests to ``/v1``, ``/api``, ``/tokenize``, ``/detokenize`` and the live feed without one of the keys, which are
+    compared in constant time.
 
     Each key is a tenant. Its name is random, as it leaves this process: nothing about the key can be learned from it.
     """
@@ -76,7 +79,10 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if "x-api-key" in headers:  # Anthropic's
+            scheme, key = "bearer", headers["x-api-key"]
         given = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
         known = [self._tenants[digest] for digest in self._tenants if hmac.compare_digest(given, digest)]  # all are compared
         is_allowed = scheme.lower() == "bearer" and bool(known)
@@ -85,9 +91,10 @@ class ApiKeys:
         if is_allowed or scope["method"] == "OPTIONS" or not _GUARDED.match(path):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "give a valid API key: Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"})
+        remedy = "give a valid API key: Authorization: Bearer KEY, or x-api-key: KEY"
+        error = ApiError(401, remedy, headers={"WWW-Authenticate": "Bearer"})
         scope["state"]["error"] = error.detail
-        await error_response(error)(scope, receive, send)
+        await error_response(error, path)(scope, receive, send)
 
 
 class BodyLimits:
@@ -103,7 +110,7 @@ class BodyLimits:
         if declared.isdecimal() and int(declared) > self._settings.max_body_bytes:
             body.is_complete = False
             scope["state"]["error"] = body.too_large.detail
-            await error_response(body.too_large)(scope, receive, body.send)
+            await error_response(body.too_large, scope["path"])(scope, receive, body.send)
         else:
             await self._app(scope, body.receive, body.send)
 

@@ -1,22 +1,23 @@
-"""The required form of an answer, and the tools that it may call: from the fields of a body to a valid grammar, and from text to
-calls in OpenAI's shape.
+"""The required form of an answer, and the tools that it may call: from the fields of a body to a valid grammar.
 
-Knows OpenAI's and vLLM's names; how calls look in text is the business of ``text.tool_calls``.
+Knows OpenAI's and vLLM's names; how calls look in text is the business of ``text.parsers``.
 """
 
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec.structs import replace as replace_fields
+
 from pipedec.core.errors import QueueFull, UserError
-from pipedec.core.sampling import StructuredOutputs
-from pipedec.grammar import without_annotations
+from pipedec.core.sampling import StructuredOutputs, ThoughtForm
+from pipedec.grammar import TOO_DEEP, without_annotations
 from pipedec.grammar.apart import StructureChecks
 from pipedec.server.errors import ApiError, bad_request
+from pipedec.server.front import Front
 from pipedec.server.protocol import (
     MAX_CHOICE_TEXTS,
     MAX_STRUCTURE_CHARACTERS,
@@ -26,10 +27,14 @@ from pipedec.server.protocol import (
     NamedTool,
     Tool,
 )
+from pipedec.text.parsers import PLAIN, knows_tools
+from pipedec.text.parsers.parser import ToolParser
 from pipedec.text.tokenizer import Tokenizer
-from pipedec.text.tool_calls import PLAIN, CallPart, CallReader, ToolFormat, knows_tools, tool_format
 
-_OLDER = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_OTHER_NAMES = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar",
+    "json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ def structure_of(body: GenerationBody) -> Structure | None:
         kinds |= {name: getattr(fields, name) for name in ("regex", "choice", "grammar")}
         if asked := {name: value for name, value in kinds.items() if value is not None}:
             wanted["structured_outputs"] = asked
-    for field, kind in _OLDER.items():
-        if (value := getattr(body, field)) is not None:
+    for field, kind in _OTHER_NAMES.items():
+        if (value := getattr(body, field)) not in (None, ""):
             wanted[field] = {kind: value}
     if len(wanted) > 1:
         raise bad_request(f"give only one of {', '.join(wanted)}", list(wanted)[1])
@@ -68,6 +73,15 @@ def structure_of(body: GenerationBody) -> Structure | None:
         except UserError as error:
             raise refusal(error, field, field) from None
     return None
+
+
+def after_thoughts(structure: Structure | None, thought: ThoughtForm) -> Structure | None:
+    """The structure that begins after the thought; without one, the thought's own if it has a budget."""
+    if structure is not None:
+        return replace(structure, outputs=replace_fields(structure.outputs, thought=thought))
+    if thought.max_tokens is None:
+        return None
+    return Structure(StructuredOutputs(thought=thought), "thinking_token_budget")
 
 
 async def require_possible(structure: Structure, body: GenerationBody, checks: StructureChecks) -> None:
@@ -112,14 +126,14 @@ def refusal(error: UserError, place: str, field: str) -> ApiError:
 
 @dataclass(frozen=True)
 class ToolUse:
-    form: ToolFormat
-    names: frozenset[str]
+    form: ToolParser
+    schemas: Mapping[str, Mapping[str, Any] | None]  # of the arguments, by the tool's name
     shown: list[dict[str, Any]] | None  # the tools as the chat template gets them; None for a template that knows none
     structure: Structure | None  # if the answer must call a tool
     is_single: bool  # at most one call
 
 
-def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
+def tool_use_of(body: ChatBody, front: Front) -> ToolUse | None:
     """None if the model may not call tools. Raises ApiError for tools that are invalid, or that its template cannot show."""
     choice = body.tool_choice or "auto"
     if not body.tools:
@@ -129,10 +143,8 @@ def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
     _check_tools(body, body.tools)
     if choice == "none":
         return None
+    tokenizer, form = front.require().tokenizer, front.tool_parser
     has_template, advice = knows_tools(tokenizer.tool_template), "set tool_choice to required or to a function"
-    form = tool_format(tokenizer.tool_template)
-    if form is not None and tokenizer.token_id(form.begin.strip()) in tokenizer.all_special_ids:
-        form = None  # no text has the marks of calls
     is_single = body.parallel_tool_calls is False or isinstance(choice, NamedTool)
     if choice != "auto":
         structure = _calls_only(body, form or PLAIN, is_single, tokenizer)
@@ -142,8 +154,8 @@ def tool_use_of(body: ChatBody, tokenizer: Tokenizer) -> ToolUse | None:
         raise bad_request(f"how this model writes calls is not known here: {advice}", "tools")
     else:
         raise bad_request(f"this model's chat template knows no tools: {advice}, or leave tools out", "tools")
-    names = frozenset(tool.function.name for tool in body.tools)
-    return ToolUse(form or PLAIN, names, shown(body.tools) if has_template else None, structure, is_single)
+    schemas = {tool.function.name: tool.function.parameters for tool in body.tools}
+    return ToolUse(form or PLAIN, schemas, shown(body.tools) if has_template else None, structure, is_single)
 
 
 def shown(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -166,53 +178,22 @@ def _check_tools(body: ChatBody, tools: Sequence[Tool]) -> None:
         raise bad_request("tools go without threads: leave one of them out", "tools")
 
 
-def _calls_only(body: ChatBody, form: ToolFormat, is_single: bool, tokenizer: Tokenizer) -> Structure:
+def _calls_only(body: ChatBody, form: ToolParser, is_single: bool, tokenizer: Tokenizer) -> Structure:
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
     parameters: dict[str, dict[str, Any] | None] = {}
     parts = []
     for index, function in enumerate(tool.function for tool in body.tools or ()):
         if named not in (None, function.name):
             continue
-        parameters[function.name] = without_annotations(function.parameters)
+        place = f"tools[{index}].function.parameters"
+        try:
+            parameters[function.name] = without_annotations(function.parameters)
+        except RecursionError:
+            raise bad_request(f"{place}: {TOO_DEEP}", "tools") from None
         if function.parameters:
-            place = f"tools[{index}].function.parameters"
             try:
                 parts.append((place, StructuredOutputs(json=function.parameters)))
             except UserError as error:
                 raise refusal(error, place, "tools") from None
-    grammar = form.grammar(parameters, is_single, lambda text: tokenizer.token_id(text) is not None)
+    grammar = form.grammar(parameters, is_single, tokenizer.token_id)
     return Structure(StructuredOutputs(grammar=grammar), "tools", tuple(parts))
-
-
-class CallWriter:
-    """Writes the text and the calls of one answer, piece by piece."""
-
-    def __init__(self, use: ToolUse) -> None:
-        self._reader = CallReader(use.form, use.names)
-        self._is_single = use.is_single
-
-    @property
-    def has_called(self) -> bool:
-        return self._reader.num_calls > 0
-
-    def delta(self, text: str, is_last: bool) -> dict[str, Any]:
-        """``content`` and ``tool_calls`` of the next piece of the answer, as far as there are any."""
-        parts = self._reader.add(text) + (self._reader.finish() if is_last else [])
-        content = "".join(part for part in parts if isinstance(part, str))
-        calls: dict[int, dict[str, Any]] = {}
-        for part in parts:
-            if not isinstance(part, CallPart) or (self._is_single and part.index > 0):
-                continue
-            call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
-            if part.name is not None:
-                call |= {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-                call["function"] = {"name": part.name, "arguments": ""}
-            call["function"]["arguments"] += part.arguments
-        return ({"content": content} if content else {}) | ({"tool_calls": list(calls.values())} if calls else {})
-
-    def message(self, text: str) -> dict[str, Any]:
-        """``content`` and ``tool_calls`` of a whole answer."""
-        delta = self.delta(text, is_last=True)
-        calls = [{name: value for name, value in call.items() if name != "index"} for call in delta.get("tool_calls", ())]
-        content = delta.get("content", None if calls else "")
-        return {"content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})

@@ -139,7 +139,7 @@ def test_any_server_behind_a_url_answers(pipedec: Pipedec, site: Site, url: str,
     said = f"one two\nrefuse\n{'long ' * 3000}\nbreak\nthree\n/stats\n"
     ended = pipedec("chat", "--url", url, "--seed", "7", "--method", "pp", stdin=said.encode())
     assert (ended.status, ended.out) == (0, "one two \nbreak three \n")
-    assert f"{url} answers 400: the prompt has" in ended.err
+    assert f"{url} answers 400: the prompt is too long" in ended.err
     assert f"{url}: temperature must be less" in ended.err and f"{url}: the cluster was lost: rank 2 is lost" in ended.err
     assert "TTFT" in ended.err and "2 answers with" in ended.err and "4 messages" in ended.err
     prompts = [site.engine.tokenizer.decode(request.prompt, skip_special_tokens=False) for request in site.engine.requests]

@@ -206,6 +206,7 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
         (("--api-key-file", tmp_path / "nowhere"), "No such file"),
         (("--api-key", ""), "an API key is empty"),
         (("--allowed-origins", "https://example.org"), "write a JSON list"),
+        (("--allow-credentials",), "name the pages in --allowed-origins"),
         (("--port", "99999"), "99999"),
         (("--log-format", "xml"), "Invalid value for '--log-format': must be one of auto, json, text,"),
         (("--generation-config", tmp_path / "nowhere"), "there is no such directory"),
@@ -352,8 +353,8 @@ def test_a_terminal_shows_where_to_go_and_how_it_samples(
     serving.process.terminate()
     assert serving.ended() == 0
     first, second, *_ = [line for line in lines if re.match(r"\d\d:\d\d:\d\d ", line)]
-    url = re.fullmatch(r"\d\d:\d\d:\d\d INFO    API  (http://127.0.0.1:\d+)/v1   live page  (\S+)/live   loading (\S+)", first)
-    assert url is not None and url[1] == url[2] and url[3] == str(pair.target)
+    url = re.search(r" INFO    API  (http://127.0.0.1:\d+)/v1   chat  (\S+)/   live page  (\S+)/live   loading (\S+)$", first)
+    assert url is not None and url[1] == url[2] == url[3] and url[4] == str(pair.target)
     expected = "sampling_defaults source=vllm temperature=1.0 top_p=1.0 top_k=0 min_p=0.0 repetition_penalty=1.0"
     assert second.endswith(f"INFO    {expected}")
 

@@ -5,9 +5,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.http_server import Site, cluster_served, served
+from support.http_server import Say, Site, cluster_served, saying, served
 from support.scripted_engine import ANSWER, attach, in_bursts
 from support.tiny_pair import Pair
+from support.tool_templates import (
+    DOCUMENTS_TEMPLATE,
+    HERMES_TEMPLATE,
+    ITEMS_TEMPLATE,
+    LLAMA3_TEMPLATE,
+    OTHER_TEMPLATE,
+    THINKING_TEMPLATE,
+    with_template,
+)
 
 from pipedec.cluster.local import LocalCluster
 from pipedec.server.front import Front, ServerSettings
@@ -42,6 +51,20 @@ def scripted_site(text_tokenizer: Tokenizer, answer_ids: list[int]) -> Iterator[
 def site(scripted_site: Site) -> Site:
     scripted_site.engine.reset()
     return scripted_site
+
+
+@pytest.fixture(scope="package")
+def say(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
+    """A server whose engine says what a test wants, three tokens at a time, with the template that it names."""
+    folder = tmp_path_factory.mktemp("templates")
+    templates = {
+        "hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "other": OTHER_TEMPLATE, "items": ITEMS_TEMPLATE,
+        "thoughts": THINKING_TEMPLATE, "documents": DOCUMENTS_TEMPLATE,
+    }  # fmt: skip
+    tokenizers = {name: with_template(tokenizer_files, folder / name, template) for name, template in templates.items()}
+    tokenizers["none"] = Tokenizer(tokenizer_files)
+    with saying(Front(ServerSettings(("tiny",)), created=1), tokenizers) as say:
+        yield say
 
 
 @pytest.fixture(scope="module", params=["windows"])

@@ -102,11 +102,14 @@ def test_who_watches_by_the_client_sees_the_same(cluster_site: Site, resident: L
     assert text.rstrip("\ufffd") == said
 
 
-def test_the_feed_needs_a_key_and_the_page_does_not(cluster_site: Site) -> None:
+def test_the_feed_needs_a_key_and_the_pages_do_not(cluster_site: Site) -> None:
     assert cluster_site.client.get(FEED, headers={"Authorization": "Bearer other"}).status_code == 401
-    page = cluster_site.client.get("/live", headers={"Authorization": ""})
-    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for path, title in (("/", "pipedec chat"), ("/live", "pipedec live")):
+        page = cluster_site.client.get(path, headers={"Authorization": ""})
+        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+        assert f"<title>{title}</title>" in page.text
+        policy = page.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "frame-src 'self'", "frame-ancestors 'self'"} <= set(policy)
 
 
 def test_a_slow_viewer_loses_frames_and_is_told_how_many() -> None:

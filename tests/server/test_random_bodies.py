@@ -25,6 +25,8 @@ from pipedec.cluster.local import LocalCluster
 from pipedec.core.values import choices as choices_of
 from pipedec.core.values import field_hints, range_of
 from pipedec.methods import METHODS, PROPOSERS
+from pipedec.server.anthropic.protocol import MessagesBody
+from pipedec.server.ollama.protocol import OllamaChatBody, OllamaGenerateBody
 from pipedec.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pipedec.threads import DIALECTS, load_dialect
 
@@ -32,7 +34,8 @@ pytestmark = pytest.mark.slow
 
 AT_ONCE, IN_A_ROW = 8, 50
 SECONDS = 150.0  # in which a request is answered on a busy machine
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKENIZE, DETOKENIZE, MESSAGES = "/tokenize", "/detokenize", "/v1/messages"
+API_CHAT, GENERATE = "/api/chat", "/api/generate"  # Ollama's
 CONTROL_TOKENS = [token for name in ("apar", "parallel") for token in load_dialect(name).control_tokens]
 CONTROL_IDS = range(300, 300 + len(CONTROL_TOKENS))
 SIZES = {"padded": (320, 304), "beyond": (301, 320)}  # embeddings of target and draft, where the tokenizer has 308 tokens
@@ -114,6 +117,7 @@ structured = st.one_of(
 structures = st.one_of(
     given_all(response_format=response_formats), given_all(structured_outputs=structured), given_all(guided_json=schemas),
     given_all(guided_regex=patterns), given_all(guided_choice=choices), given_all(guided_grammar=grammars),
+    given_all(json_schema=schemas), given_all(regex=patterns), given_all(grammar=grammars), given_all(ebnf=grammars),
 )  # fmt: skip
 functions = given_all(name=st.sampled_from(["f", "g-1"]), parameters=schemas) | given_all(
     name=st.just("h"), description=texts, strict=flags
@@ -134,7 +138,9 @@ GENERATION = alone(
     min_p=st.floats(0, 1), seed=st.integers(-(2**63), 2**64 - 1), priority=st.integers(-2, 2),
     stop=texts | st.lists(texts, max_size=3), stop_token_ids=st.lists(tokens, max_size=5),
     presence_penalty=st.floats(-2, 2), frequency_penalty=st.floats(-2, 2),
-    repetition_penalty=st.floats(0.5, 2) | st.floats(0, 1e300, exclude_min=True),
+    repetition_penalty=st.floats(0.5, 2) | st.floats(0, 1e300, exclude_min=True), repeat_penalty=st.floats(0.5, 2),
+    n_predict=st.integers(-2, 16), truncate_prompt_tokens=st.integers(-1, 50), return_token_ids=flags, skip_special_tokens=flags,
+    include_stop_str_in_output=flags,
     logit_bias=st.dictionaries(tokens.map(str), st.floats(-100, 100), max_size=4),
 ) | {
     "method": methods(),
@@ -147,17 +153,43 @@ CONVERSATION = alone(
     add_generation_prompt=flags,
     chat_template_kwargs=st.dictionaries(st.sampled_from(["bos_token", "thinking"]), texts | flags | st.none(), max_size=2),
 )
+THINKING: list[Any] = [{"type": "adaptive"}, {"type": "disabled"}, {"type": "enabled", "budget_tokens": 3}]
 OPTIONAL = {
-    COMPLETIONS: GENERATION | alone(echo=flags, logprobs=st.integers(0, 20), add_special_tokens=flags) | {
+    COMPLETIONS: GENERATION | alone(
+        echo=flags, logprobs=st.integers(0, 20), add_special_tokens=flags, prompt_logprobs=st.integers(0, 20)
+    ) | {
         "n": st.integers(1, 3).map(lambda count: {"n": count, "best_of": count}),
         "tokens": given_all(echo=st.just(True), logprobs=st.integers(0, 20), return_tokens_as_token_ids=flags),
     },
-    CHAT: GENERATION | CONVERSATION | alone(reasoning_effort=st.sampled_from(["low", "high"])) | {
+    CHAT: GENERATION | CONVERSATION | alone(
+        reasoning_effort=st.sampled_from(["low", "high"]), echo=flags, continue_final_message=flags, include_reasoning=flags,
+        add_special_tokens=flags, documents=st.lists(given_all(text=texts), max_size=2),
+    ) | {
         "logprobs": given_all(logprobs=st.just(True), top_logprobs=st.integers(0, 20), return_tokens_as_token_ids=flags),
     },
     TOKENIZE: CONVERSATION | alone(tools=tools, add_special_tokens=flags, return_token_strs=flags),
     DETOKENIZE: alone(model=st.just("tiny")),
+    MESSAGES: {name: GENERATION[name] for name in ("temperature", "top_p", "top_k", "priority", "method")} | alone(
+        stream=flags, system=texts, stop_sequences=st.lists(texts, max_size=3), thinking=st.sampled_from(THINKING),
+        output_config=st.sampled_from([{"effort": "low"}, {"format": {"type": "json_schema", "schema": {"type": "integer"}}}]),
+        tools=st.lists(given_all(name=st.sampled_from(["f", "g-1"]), input_schema=schemas), min_size=1, max_size=2),
+        tool_choice=st.sampled_from([{"type": "any"}, {"type": "auto"}, {"type": "tool", "name": "f"}]),
+    ),
 }  # fmt: skip
+options = st.fixed_dictionaries(
+    {"num_predict": st.integers(1, 16)},
+    optional={
+        "temperature": st.sampled_from([0, 0.7, 1e-9]), "top_k": st.integers(-1, 400), "top_p": st.floats(0, 1, exclude_min=True),
+        "min_p": st.floats(0, 1), "seed": st.integers(-1, 2**64 - 1), "stop": st.lists(texts, max_size=3),
+        "repeat_penalty": st.floats(0.5, 2), "presence_penalty": st.floats(-2, 2), "frequency_penalty": st.floats(-2, 2),
+        "num_ctx": st.integers(), "mirostat": st.integers(0, 2),
+    },
+)  # fmt: skip
+OLLAMA = alone(
+    model=st.sampled_from(["tiny", "tiny:latest"]), stream=flags, think=flags | st.sampled_from(["low", "high"]), options=options,
+    format=st.sampled_from(["", "json"]) | schemas, keep_alive=st.sampled_from([0, -1, "5m"]), system=texts, raw=flags,
+) | {"logprobs": given_all(logprobs=flags, top_logprobs=st.integers(0, 20))}  # fmt: skip
+OPTIONAL |= {API_CHAT: OLLAMA | alone(tools=tools), GENERATE: OLLAMA}
 calls = given_all(
     id=texts,
     function=given_all(name=st.sampled_from(["f", "größe"]), arguments=st.sampled_from(['{"a": 1}', "{", "", {"a": "b"}, "[]"])),
@@ -173,17 +205,32 @@ messages = st.lists(
     min_size=1,
     max_size=3,
 )
+blocks = st.one_of(
+    given_all(type=st.just("text"), text=texts), given_all(type=st.just("thinking"), thinking=texts),
+    given_all(type=st.just("tool_use"), id=texts, name=texts, input=st.sampled_from([{}, {"a": [1]}])),
+    given_all(type=st.just("tool_result"), tool_use_id=texts, content=texts | st.lists(given_all(type=texts, text=texts))),
+)  # fmt: skip
+turns = st.lists(
+    given_all(role=st.sampled_from(["user", "assistant", "system"]), content=texts | st.lists(blocks, max_size=3)),
+    min_size=1, max_size=3,
+)  # fmt: skip
 NEEDED = {
     COMPLETIONS: given_all(
         prompt=texts | ids | st.lists(texts, min_size=1, max_size=2) | st.lists(ids, min_size=1, max_size=2),
         max_tokens=st.integers(1, 16),
     ),
     CHAT: given_all(messages=messages, max_tokens=st.integers(1, 16)),
+    MESSAGES: given_all(model=st.just("tiny"), messages=turns, max_tokens=st.integers(1, 16)),
     TOKENIZE: given_all(prompt=texts) | given_all(messages=messages),
     DETOKENIZE: given_all(tokens=ids),
+    API_CHAT: given_all(messages=messages, options=options),
+    GENERATE: given_all(prompt=texts, options=options),
 }
-BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatBody, TOKENIZE: TokenizeBody, DETOKENIZE: DetokenizeBody}
-UNKNOWN = ["x", "suffix", "prompt_logprobs", "lora", "\ud800", "messages", "prompt", "tools", "grammar"]
+BODIES = {
+    COMPLETIONS: CompletionBody, CHAT: ChatBody, TOKENIZE: TokenizeBody, DETOKENIZE: DetokenizeBody, MESSAGES: MessagesBody,
+    API_CHAT: OllamaChatBody, GENERATE: OllamaGenerateBody,
+}  # fmt: skip
+UNKNOWN = ["x", "suffix", "lora", "\ud800", "messages", "prompt", "tools", "documents", "images"]
 NESTED: list[Any] = reduce(lambda inner, _: [inner], range(300), [])
 JUNK: list[Any] = [
     None, True, 0, -1, 1.5, 2**31, 2**63, 2**70, -(2**70), 10**4000, 1e308, 5e-324, float("nan"), float("inf"), "", "x", "1",
@@ -206,7 +253,8 @@ BESIDE = [
 
 @st.composite
 def requests(draw: st.DrawFn) -> Sent:
-    path = draw(st.sampled_from([COMPLETIONS, CHAT] * 9 + [TOKENIZE, DETOKENIZE]))
+    rare = [MESSAGES] * 4 + [API_CHAT, GENERATE] * 2 + [TOKENIZE, DETOKENIZE]
+    path = draw(st.sampled_from([COMPLETIONS, CHAT] * 9 + rare))
     body = draw(NEEDED[path])
     for name in draw(st.lists(st.sampled_from(list(OPTIONAL[path])), min_size=1, max_size=8, unique=True)):
         body = body | draw(OPTIONAL[path][name])
@@ -232,12 +280,21 @@ def random_site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         yield site
 
 
+def documents_of(text: str) -> list[dict[str, Any]]:
+    """The body of a response, or the data of its events."""
+    if text.startswith("event:"):
+        return [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: ")]
+    return chunks(text) if text.startswith(("data:", ":")) else [json.loads(text, parse_constant=pytest.fail)]
+
+
 def wrong(sent: Sent, code: int, text: str) -> str | None:
     """What no response may be, with the body that did it; None if it is as it should be."""
     codes = [code]
-    if code == 200:
-        documents = chunks(text) if text.startswith(("data:", ":")) else [json.loads(text, parse_constant=pytest.fail)]
-        codes += [document["error"]["code"] for document in documents if "error" in document]
+    if code == 200 and sent.path in (API_CHAT, GENERATE):
+        codes += [400 for line in text.splitlines() if "error" in json.loads(line, parse_constant=pytest.fail)]
+    elif code == 200:
+        errors = [document["error"] for document in documents_of(text) if "error" in document]
+        codes += [error.get("code", 500 if error["type"] == "api_error" else 400) for error in errors]
     fits = all(one in (200, 503) or 400 <= one < 500 for one in codes)
     return None if fits else f"{code} {text[-500:]}\nfor {sent.path} {sent.body[:5000]!r}"
 

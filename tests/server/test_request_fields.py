@@ -138,7 +138,9 @@ def test_an_answer_that_does_not_fit_behind_the_prompt_is_refused_with_all_numbe
         ("top_k", -5, "-5", "at least -1"), ("min_p", 1.5, "1.5", "0 to 1"), ("n", 0, "0", "greater than or equal to 1"),
         ("n", 9, "9", "less than or equal to 8"), ("max_tokens", 0, "0", "at least 1"), ("max_tokens", -1, "-1", "at least 1"),
         ("presence_penalty", 3, "3", "-2 to 2"), ("frequency_penalty", -3, "-3", "-2 to 2"),
-        ("repetition_penalty", 0, "0", "above 0"), ("logit_bias", {"5": 101}, "101", "-100 to 100"),
+        ("repetition_penalty", 0, "0", "above 0"), ("truncate_prompt_tokens", 0, "0", "at least 1"),
+        ("truncate_prompt_tokens", -2, "-2", "greater than or equal to -1"), ("min_tokens", -1, "-1", "at least 0"),
+        ("logit_bias", {"5": 101}, "101", "-100 to 100"),
         ("logit_bias", {"300000": 1}, "300000", "the vocabulary has"), ("stop_token_ids", [-1], "-1", "the vocabulary has"),
         ("seed", 2**64, str(2**64), "below 2**64"), ("priority", 2**40, str(2**40), "less than"),
         ("temperature", "hot", '"hot"', "temperature: "),
@@ -166,27 +168,24 @@ def test_what_is_not_supported_is_refused_and_never_ignored(site: Site) -> None:
     for path, fields in (
         (COMPLETIONS, {
             "best_of": 4, "suffix": "end", "prompt_embeds": "AAAA", "tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": "required", "use_beam_search": True, "truncate_prompt_tokens": 5, "include_stop_str_in_output": True,
+            "tool_choice": "required", "use_beam_search": True, "documents": [{"text": "a"}], "stop_regex": "a",
         }),
         (CHAT, {
-            "functions": [{"name": "f"}], "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "echo": True,
-            "continue_final_message": True, "chat_template": "{{ messages }}", "length_penalty": 2.0, "min_tokens": 5,
+            "functions": [{"name": "f"}], "modalities": ["text", "audio"], "audio": {"voice": "alloy"}, "function_call": "auto",
+            "chat_template": "{{ messages }}", "length_penalty": 2.0, "verbosity": "low",
             "structured_outputs": {"regex": "a", "structural_tag": "b"}, "guided_whitespace_pattern": "a", "bad_words": ["no"],
-            "skip_special_tokens": False, "allowed_token_ids": [1], "prompt_logprobs": 1, "add_special_tokens": True,
-            "grammar": "root ::= x", "typical_p": 0.5, "mirostat": 2, "n_predict": 5,
+            "allowed_token_ids": [1], "prompt_logprobs": 1, "structural_tag": "a", "typical_p": 0.5, "mirostat": 2,
         }),
-        ("/tokenize", {"chat_template": "{{ messages }}", "continue_final_message": True}),
+        ("/tokenize", {"chat_template": "{{ messages }}"}),
     ):  # fmt: skip
         for field, value in fields.items():
             error = refused(site, filled(path, {field: value}), path)
             assert error["param"] == field and "not supported" in error["message"]
-    assert "not supported" in refused(site, {"messages": USER, "add_special_tokens": True}, "/tokenize")["message"]
 
 
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("messages.0: prefix", {"role": "assistant", "content": "The", "prefix": True}),
         ("messages.0: images", {"role": "user", "content": "a", "images": ["AAAA"]}),
         ("messages.0: refusal", {"role": "assistant", "content": None, "refusal": "no"}),
         ("messages.0: the role function", {"role": "function", "name": "f", "content": "a"}),
@@ -207,7 +206,10 @@ def test_what_changes_nothing_is_ignored_at_every_depth(site: Site) -> None:
     ask(site, CHAT)
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
     for more in ({"prefix": False, "audio": None, "weight": 1}, {"content": [part]}, {"content": [{**part, "annotations": []}]}):
-        ask(site, CHAT, messages=[{**USER[0], **more}], typical_p=1, grammar="", mirostat=0, n_predict=-1, cache_prompt=True)
+        ask(
+            site, CHAT, messages=[{**USER[0], **more}], typical_p=1, grammar="", mirostat=0, n_predict=-1, cache_prompt=True,
+            verbosity="medium", guided_decoding_backend="outlines", repeat_penalty=None,
+        )  # fmt: skip
     assert len({request.prompt for request in site.engine.requests}) == 1
 
 
@@ -345,6 +347,12 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
         ("guided_regex", "a|b", {"regex": "a|b"}),
         ("guided_choice", ["a", "b"], {"choice": ("a", "b")}),
         ("guided_grammar", 'start: "a"', {"grammar": 'start: "a"'}),
+        ("json_schema", SCHEMA, {"json": SCHEMA}),
+        ("json_schema", '{"type": "object"}', {"json": '{"type": "object"}'}),
+        ("regex", "a|b", {"regex": "a|b"}),
+        ("regex", "", None),
+        ("grammar", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
+        ("ebnf", 'root ::= "a"', {"grammar": 'root ::= "a"'}),
     ],
 )
 @pytest.mark.failure_case("H33")
@@ -380,6 +388,10 @@ def test_a_structure_reaches_the_engine(site: Site, field: str, value: Any, expe
         ("structured_outputs", {"choice": []}, "choice"),
         ("guided_choice", [1], "guided_choice"),
         ("guided_regex", "a(b", "unclosed group"),
+        ("regex", "a(b", "regex: "),
+        ("ebnf", "root ::= x", "ebnf: "),
+        ("json_schema", {"type": "obj"}, "json_schema: "),
+        ("json_schema", [1], "json_schema"),
         ("guided_regex", "(?=a)b", "look-around"),
         ("guided_grammar", 'start: "a" item', "item"),
         ("guided_grammar", 'start: "a" "b', "1(14)"),

@@ -6,6 +6,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,29 @@ def test_a_special_token_that_a_stop_string_names_ends_the_answer_with_every_met
     assert (last["text"], last["finish_reason"]) == ("", "stop")
 
 
+def test_further_fields_hold_for_the_model(cluster_site: Site) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    (echoed,) = ask(cluster_site, COMPLETIONS, **fields, echo=True, logprobs=3)["choices"]
+    (choice,) = ask(cluster_site, COMPLETIONS, **fields, prompt_logprobs=3, return_token_ids=True)["choices"]
+    prompt, known = choice["prompt_token_ids"], echoed["logprobs"]["token_logprobs"]
+    own = [shown and shown[str(token)]["logprob"] for token, shown in zip(prompt, choice["prompt_logprobs"], strict=True)]
+    assert own == known[: len(prompt)] and len(choice["token_ids"]) == 20
+    kept = ask(cluster_site, COMPLETIONS, **fields | {"prompt": prompt[-4:]})
+    truncated = ask(cluster_site, COMPLETIONS, **fields, truncate_prompt_tokens=4)
+    assert truncated["choices"] == kept["choices"] and truncated["usage"]["prompt_tokens"] == 4
+    ends = {"logit_bias": {"2": 100}, "return_token_ids": True}
+    for method in ("pp", "stpp", "pipedec", "bita", "pipedec-bestfirst"):
+        (short,) = ask(cluster_site, COMPLETIONS, **fields, **ends, method=method)["choices"]
+        (long,) = ask(cluster_site, COMPLETIONS, **fields, **ends, min_tokens=7, method=method)["choices"]
+        assert (len(short["token_ids"]), len(long["token_ids"])) == (1, 8) and 2 not in long["token_ids"][:7]
+        assert short["finish_reason"] == long["finish_reason"] == "stop"
+    shown = {"logit_bias": {"3": 100}, "skip_special_tokens": False}
+    assert ask(cluster_site, COMPLETIONS, **fields, **shown)["choices"][0]["text"] == "<|user|>" * 20
+    stopped = {"stop": ["<|user|>"], "include_stop_str_in_output": True}
+    (choice,) = ask(cluster_site, COMPLETIONS, **fields, **shown, **stopped)["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("<|user|>", "<|user|>")
+
+
 _NUMBERS = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "priority", "logprobs", "best_of", "min_tokens",
@@ -94,6 +118,10 @@ _NUMBERS = (
 _NESTED = b"[" * 900 + b"]" * 900
 _PARTS = [{"type": "text", "text": "a"}]
 _CALLED = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}]}
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+_ASKED = [{"role": "user", "content": "a"}]
+_BLOCKS = [{"type": "text", "text": "a"}]
+_DEEP: dict[str, Any] = reduce(lambda inner, _: {"a": inner}, range(800), {})
 _LONG = {"max_tokens": 400, "ignore_eos": True}
 _CHAIN = "\n".join(f'r{number} ::= r{number + 1} | "x"' for number in range(5000))
 _PATTERNS = [{"type": "string", "pattern": f".*a.{{{number}}}b.*"} for number in range(30)]
@@ -154,8 +182,58 @@ _HOSTILE: list[tuple[str, dict[str, Any] | bytes]] = [
     )),
     *(("/detokenize", {"tokens": value}) for value in ([7] * 400_000, [2**70], [-1], "x", [None], {}, [], [7] * CONTEXT)),
     *(("/tokenize", {"prompt": value}) for value in ("a" * 900_000, [7], None, "", "\ud800", {})),
+    *((path, {"messages": [_CALLED], "prompt": "a", "stream": False, **value})
+      for path in ("/api/chat", "/api/generate") for value in (
+        {"options": {"num_predict": 2**70}}, {"options": {"num_predict": 4, "seed": 2**70, "stop": "x"}}, {"options": []},
+        {"options": {"temperature": float("nan")}}, {"format": {"allOf": _PATTERNS}}, {"format": {"$ref": "#"}}, {"format": "x"},
+        {"think": "x" * 900_000, "options": {"num_predict": 4}}, {"think": []}, {"keep_alive": {}}, {"model": "x" * 100_000},
+        {"raw": True, "prompt": "a" * 900_000}, {"system": "a" * 900_000}, {"images": ["AAAA"]}, {"top_logprobs": 2**70},
+        {"messages": [_CALLED] * 2000 + [{"role": "tool", "tool_name": "f", "content": "a"}] * 2000, "system": "\ud800"},
+    )),
+    *((path, value) for path in ("/api/chat", "/api/generate", "/api/show") for value in (b"", b"[1]", b"\xff" * 1000)),
+    *((COMPLETIONS, {"truncate_prompt_tokens": value, "prompt": "a" * 900_000}) for value in (-1, 1, 2**70, 0, -2, "x")),
+    *((COMPLETIONS, value) for value in (
+        {"prompt_logprobs": 20, "prompt": "a" * 99}, {"prompt_logprobs": 2**70}, {"n_predict": -9}, {"n_predict": 2**70},
+        {"repeat_penalty": float("nan")}, {"json_schema": []}, {"ebnf": "root ::= root"}, {"return_token_ids": 5},
+        {"min_tokens": 2**70}, {"min_tokens": 3, "max_tokens": 2},
+    )),
+    *((CHAT, {"messages": [{"role": "user", "content": "a"}], "documents": value}) for value in ([[]], ["a"], [{}] * 9999)),
     *((COMPLETIONS, value) for value in _COSTLY),
+    *((MESSAGES, {"messages": value}) for value in (
+        [], "a", [None], [{"role": "user", "content": _BLOCKS * 4000}], [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": _BLOCKS}]}] * 2000,
+        [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": _DEEP}]}, *_ASKED],
+        [{"role": "assistant", "content": [{"type": "thinking", "thinking": "\ud800", "signature": "x" * 900_000}]}],
+    )),
+    *((MESSAGES, {"messages": _ASKED, **value}) for value in (
+        {"max_tokens": 2**70}, {"system": _BLOCKS * 5000}, {"stop_sequences": [""] * 100}, {"tools": [{"name": "f"}] * 5000},
+        {"thinking": {"type": "enabled", "budget_tokens": -1}}, {"tool_choice": {"type": "tool", "name": "\ud800"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"allOf": _PATTERNS}}}},
+    )),
+    *((RESPONSES, {"input": value}) for value in (
+        [], "", "\ud800", [None], [{"type": "item_reference", "id": "x" * 90_000}] * 50, [{"type": "function_call_output"}],
+        [{"type": "reasoning", "summary": [], "encrypted_content": "x" * 900_000}], _ASKED * 5000,
+        [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[" * 90_000}],
+    )),
+    *((RESPONSES, {"input": "a", **value}) for value in (
+        {"previous_response_id": "../" * 30_000}, {"max_output_tokens": -1}, {"include": ["x"] * 90_000}, {"conversation": {}},
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"$ref": "#"}}}}, {"tools": [{"type": "mcp"}] * 5000},
+        {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar", "syntax": "lark", "definition": "start: ("}}],
+         "tool_choice": "required"},
+    )),
+    *((path, value) for path in ("/api/chat", "/api/generate") for value in (
+        {"prompt": "a", "messages": _ASKED, "options": {"num_predict": 2**70}},
+        {"prompt": "a", "messages": _ASKED, "options": []},
+        {"prompt": "a", "messages": _ASKED, "format": {"allOf": _PATTERNS}, "options": {"num_predict": 4}}, {"model": "\ud800"},
+        {"prompt": "a", "messages": _ASKED, "think": "x" * 90_000}, {"prompt": "\0" * 900_000, "messages": [{"role": "tool"}]},
+    )),
+    *(("/api/show", value) for value in ({}, {"model": 1}, {"model": "x" * 90_000}, b"\xff", b"[" * 100_000)),
+    *((MESSAGES + "/count_tokens", value) for value in ({"messages": []}, {"messages": _ASKED * 4000}, b"null")),
 ]  # fmt: skip
+_FIELDS: dict[str, dict[str, Any]] = {  # that every such body has
+    COMPLETIONS: {"prompt": "a", "max_tokens": 4}, CHAT: {"max_tokens": 4}, MESSAGES: {"max_tokens": 4},
+    RESPONSES: {"max_output_tokens": 4},
+}  # fmt: skip
 
 
 @pytest.mark.seconds(900)
@@ -165,9 +243,7 @@ def test_no_hostile_body_hurts_a_stream_beside_it(cluster_site: Site) -> None:
     before, alone = status(cluster_site), text_of(stream(cluster_site, COMPLETIONS, **fields))
 
     def ask_one(path: str, hostile: dict[str, Any] | bytes) -> tuple[int, str]:
-        body = hostile if isinstance(hostile, bytes) else json.dumps({"prompt": "a", "max_tokens": 4, **hostile}).encode()
-        if path != COMPLETIONS and isinstance(hostile, dict):
-            body = json.dumps({"max_tokens": 4, **hostile} if path == CHAT else hostile).encode()
+        body = hostile if isinstance(hostile, bytes) else json.dumps({**_FIELDS.get(path, {}), **hostile}).encode()
         response = cluster_site.client.post(path, content=body, headers={"content-type": "application/json"}, timeout=120)
         return response.status_code, f"{path} {body[:200]!r}: {response.status_code} {response.text[:200]}"
 
@@ -201,6 +277,26 @@ def test_answers_follow_their_schema_with_every_method_whole_and_streamed(cluste
     assert text == json.dumps(found) and document["choices"][0]["finish_reason"] == "stop"
     for method in ("pp", "stpp", "pipedec", "bita"):
         assert text_of(stream(cluster_site, CHAT, **fields, method=method)) == text
+
+
+@pytest.mark.parametrize("fields", [{}, AS_SCHEMA], ids=["free", "schema"])
+def test_a_thought_keeps_its_budget_with_every_method(
+    cluster_site: Site, pair: Pair, tmp_path: Path, request: pytest.FixtureRequest, fields: dict[str, Any]
+) -> None:
+    shutil.copytree(pair.target, tmp_path / "thinks", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "thinks" / "chat_template.jinja").write_text("{{ messages[0].content }}<think>")
+    front, served = cluster_site.front, cluster_site.front.require()
+    request.addfinalizer(lambda: front.attach(served))
+    front.attach(replace(served, tokenizer=Tokenizer(tmp_path / "thinks")))
+    fields = {**fields, "thinking_token_budget": 6, "temperature": 1, "seed": 5, "max_tokens": 60}
+    choice = ask(cluster_site, CHAT, **fields, logprobs=True)["choices"][0]
+    message, tokens = choice["message"], [bytes(entry["bytes"]) for entry in choice["logprobs"]["content"]]
+    num_thought = next(count for count in range(len(tokens)) if b"".join(tokens[count:]).startswith(b"</think>"))
+    assert 0 < num_thought <= 6 and message["reasoning_content"]
+    if "response_format" in fields:
+        assert list(json.loads(message["content"])) == ["color", "size"]
+    for method in ("pp", "stpp", "pipedec", "bita"):
+        assert ask(cluster_site, CHAT, **fields, method=method)["choices"][0]["message"] == message
 
 
 def test_calls_in_the_form_of_a_template_are_read_whole_and_streamed(

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from pipedec.server.front import Front, ServedRun, ServerSettings
 from pipedec.server.listening import LimitedConnection
 from pipedec.text.tokenizer import Tokenizer
 from support.processes import wait_until
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import ScriptedEngine, attach, in_bursts
 from support.tiny_pair import CONTEXT, Pair
 
 Result = TypeVar("Result")
@@ -67,6 +67,9 @@ class Site:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
 
+Say = Callable[[str, str], Site]
+
+
 @contextmanager
 def served(front: Front) -> Iterator[Site]:
     """Serve ``front`` until the end of the block."""
@@ -90,6 +93,19 @@ def served(front: Front) -> Iterator[Site]:
         runner.close()
         listener.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def saying(front: Front, tokenizers: Mapping[str, Tokenizer]) -> Iterator[Say]:
+    """A server whose engine says what a test wants, three tokens at a time, with the one of ``tokenizers`` that it names."""
+    with served(front) as site:
+
+        def say(name: str, text: str) -> Site:
+            ids = tokenizers[name].encode(text, add_special_tokens=False)
+            attach(front, tokenizers[name], lambda request: in_bursts(ids, 3))
+            return site
+
+        yield say
 
 
 @contextmanager

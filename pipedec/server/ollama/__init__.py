@@ -1,0 +1,1 @@
+"""Ollama's API: chats, continuations of prompts, and lists of models."""
