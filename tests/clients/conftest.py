@@ -57,11 +57,20 @@ def serving(directory: Path, pair: Pair, *flags: str) -> Iterator[Server]:
 
 def client_python(name: str) -> Path:
     """The interpreter of a client's own virtual environment. Skips the test where ``make test-clients`` has not made it."""
-    python = Path(os.environ.get("PIPEDEC_CLIENTS", ".clients")) / name / "bin" / "python"
-    if not python.exists():
-        message = f"{name} is not installed in {python.parents[1]}: make test-clients does that"
+    return _installed(Path(name) / "bin" / "python")
+
+
+def agent_program(name: str) -> Path:
+    """The program of an agent that npm has installed. Skips the test as ``client_python``."""
+    return _installed(Path("agents") / "node_modules" / ".bin" / name)
+
+
+def _installed(program: Path) -> Path:
+    path = Path(os.environ.get("PIPEDEC_CLIENTS", ".clients")) / program
+    if not path.exists():
+        message = f"there is no {path}: make test-clients installs it"
         pytest.skip(message)
-    return python.absolute()
+    return path.absolute()
 
 
 @pytest.fixture(scope="module")

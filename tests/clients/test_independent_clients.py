@@ -76,6 +76,39 @@ def test_langchain(server: Server, tmp_path: Path, chatted: str) -> None:
     assert sum(said["usage"]) == 12 and said["completed"]
 
 
+OLLAMA = """
+import json, sys
+import ollama
+url, question = sys.argv[1:]
+client, options = ollama.Client(url), {"temperature": 0, "num_predict": 12}
+asked = dict(model=client.list().models[0].model, messages=[{"role": "user", "content": question}], options=options)
+parts = list(client.chat(**asked, stream=True))
+prompted = dict(model=asked["model"], prompt=question, options=options)
+print(json.dumps({
+    "chatted": client.chat(**asked).message.content,
+    "streamed": "".join(part.message.content for part in parts),
+    "generated": client.generate(**prompted).response,
+    "pieces": "".join(part.response for part in client.generate(**prompted, stream=True)),
+    "counts": [parts[-1].eval_count, client.chat(**asked, logprobs=True).eval_count],
+    "loaded": client.chat(model=asked["model"]).done_reason,
+    "chosen": json.loads(client.chat(**asked | {"options": {}}, format={"enum": ["yes", "no"]}).message.content),
+    "context": client.ps().models[0].context_length,
+    "can": client.show(asked["model"]).capabilities,
+}))
+try:
+    client.chat(**asked | {"model": "other"})
+except ollama.ResponseError as error:
+    assert error.status_code == 404 and "other" in error.error
+"""
+
+
+def test_ollama(server: Server, tmp_path: Path, chatted: str) -> None:
+    said = json.loads(ran("ollama", ["python", "-c", OLLAMA, server.root, QUESTION], tmp_path))
+    assert [said[name] for name in ("chatted", "streamed", "generated", "pieces")] == [chatted] * 4
+    assert said["counts"] == [12, 12] and said["loaded"] == "load" and said["chosen"] in ("yes", "no")
+    assert said["context"] > 0 and said["can"] == ["completion"]
+
+
 def test_lm_evaluation_harness_finds_the_log_likelihoods_of_transformers(
     server: Server, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.browsers import needs_chromium, violations
 from support.feeds import FeedServer, Frame, eventful_feed, long_feed, recording, wait_for
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium here: apt-get install chromium")
+pytestmark = needs_chromium
 END = "pipedecLive.seek(1e6)"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
-        yield chromium
-        chromium.close()
 
 
 class Opened:
@@ -160,15 +146,12 @@ def test_a_recording_is_stepped_through_with_keys_saved_and_opened_again(played:
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1280, "dark"), (2560, "light")])
 def test_it_fits_and_is_accessible(browser: Any, recorded: FeedServer, width: int, scheme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     opened = Opened(browser, f"{recorded.url}/live?recording=/recording.jsonl.gz&at=3", width, scheme)
     wait_for(opened.page, "pipedecLive.state().sources.length === 4")
     opened.ask("pipedecLive.pause()")
     wait_for(opened.page, "pipedecLive.stats().drawn > 0 && [...document.querySelectorAll('h2')].every((one) => one.textContent)")
     assert opened.ask("document.documentElement.scrollWidth") <= width
-    violations = Axe().run(opened.page).response["violations"]
-    assert [(found["id"], found["nodes"][0]["html"]) for found in violations] == []
+    assert violations(opened.page) == []
     assert opened.errors == []
     opened.close()
 

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pipedec
 
 Frame = dict[str, Any]
 ROOT = Path(pipedec.__file__).parent.parent
-PAGE = Path(pipedec.__file__).parent / "live" / "page.html"
+PAGES = Path(pipedec.__file__).parent / "live"
 RECORDING = ROOT / "docs" / "live" / "paper-14.jsonl.gz"
 TIMESTEP_US = 22_000
 
@@ -82,8 +82,8 @@ def eventful_feed() -> list[Frame]:
 
 
 class FeedServer:
-    """Serves the page at ``/live``, and at ``/live/feed`` each connection's part of ``parts``: the stream is cut behind it. The
-    last one's stays open. ``/recording.jsonl.gz`` is the shipped recording.
+    """Serves the pages at ``/`` and ``/live``, and at ``/live/feed`` each connection's part of ``parts``: the stream is cut
+    behind it. The last one's stays open. ``/recording.jsonl.gz`` is the shipped recording.
     """
 
     def __init__(self, parts: Sequence[Iterable[Frame]] = ()) -> None:
@@ -99,26 +99,35 @@ class FeedServer:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                files = {"/live": (PAGE, "text/html"), "/recording.jsonl.gz": (RECORDING, "application/gzip")}
-                path = self.path.partition("?")[0]
-                if path in files:
-                    self._start(files[path][1])
-                    self.wfile.write(files[path][0].read_bytes())
-                elif path == "/live/feed":
-                    self._start("text/event-stream")
-                    server.send(self.wfile.write)
-                else:
-                    self.send_error(404)
+                with suppress(OSError):  # the reader has gone
+                    server.on_get(self)
 
-            def _start(self, kind: str) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", kind)
-                self.end_headers()
+            def do_POST(self) -> None:
+                server.on_post(self)
 
             def log_message(self, format: str, *arguments: Any) -> None:
                 """Nothing is logged."""
 
         return Handler
+
+    def on_get(self, request: BaseHTTPRequestHandler) -> None:
+        files = {
+            "/": (PAGES / "chat.html", "text/html"),
+            "/live": (PAGES / "page.html", "text/html"),
+            "/recording.jsonl.gz": (RECORDING, "application/gzip"),
+        }
+        path = request.path.partition("?")[0]
+        if path in files:
+            start(request, files[path][1])
+            request.wfile.write(files[path][0].read_bytes())
+        elif path == "/live/feed":
+            start(request, "text/event-stream")
+            self.send(request.wfile.write)
+        else:
+            request.send_error(404)
+
+    def on_post(self, request: BaseHTTPRequestHandler) -> None:
+        request.send_error(405)
 
     def send(self, write: Any) -> None:
         number = self.connections
@@ -140,6 +149,13 @@ class FeedServer:
             self._server.shutdown()
             self._server.server_close()
             thread.join()
+
+
+def start(request: BaseHTTPRequestHandler, kind: str, status: int = 200) -> None:
+    """Send the head of a response."""
+    request.send_response(status)
+    request.send_header("Content-Type", kind)
+    request.end_headers()
 
 
 def wait_for(page: Any, expression: str, seconds: float = 60.0) -> None:
