@@ -132,6 +132,7 @@ def test_what_another_run_does_with_a_quarter_is_left_out(tmp_path: Path) -> Non
     [
         ("pipedec/sampling/noise.py", "sampling/test_noise.py engine/test_local_pipeline.py", "text/test_stream.py"),
         ("pipedec/live/page.html", "live/test_live_page.py", "sampling/test_noise.py"),
+        ("pipedec/live/chat.html", "live/test_chat_page.py", "sampling/test_noise.py"),
         ("tests/support/tiny_pair.py", "support/shared_models.py", "sampling/test_noise.py"),
         ("tests/server/conftest.py", "server/test_listening.py", "sampling/test_noise.py"),
         ("docs/reliability-cases.md", "hostile/test_reliability_guide.py", "sampling/test_noise.py"),

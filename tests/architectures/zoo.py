@@ -86,7 +86,7 @@ def tiny_multimodal_config(model_type: str, **changes: Any) -> Any:
 
 
 def _tiny_sizes(usual: Any) -> dict[str, Any]:
-    sizes = {name: size for name, size in (_SIZES | _MIXTURE).items() if name in usual.to_dict()}
+    sizes: dict[str, Any] = {name: size for name, size in (_SIZES | _MIXTURE).items() if name in usual.to_dict()}
     if hasattr(usual, "kv_lora_rank"):
         sizes |= {name: size for name, size in _LATENTS.items() if hasattr(usual, name)}
         sizes.pop("head_dim", None)

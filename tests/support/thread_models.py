@@ -78,7 +78,7 @@ def naive_answer(
 ) -> Sequence:
     """The reference's answer to a prompt."""
     prompt = list(prompt_ids)
-    sequence = ThreadedSequence(bound, len(prompt), end_token_ids, sampling.max_tokens)
+    sequence = ThreadedSequence(bound, len(prompt), end_token_ids, sampling.max_tokens, min_tokens=sampling.min_tokens)
     naive_threads(model, sequence, prompt, sampling, choose)
     return sequence
 
