@@ -55,7 +55,7 @@ def site(scripted_site: Site) -> Site:
 
 @pytest.fixture(scope="package")
 def say(tokenizer_files: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Say]:
-    """A server whose engine says what a test wants, three tokens at a time, with the template that it names."""
+    """A server whose engine generates the text that a test gives, three tokens at a time, with the template that it names."""
     folder = tmp_path_factory.mktemp("templates")
     templates = {
         "hermes": HERMES_TEMPLATE, "llama3": LLAMA3_TEMPLATE, "other": OTHER_TEMPLATE, "items": ITEMS_TEMPLATE,

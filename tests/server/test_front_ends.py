@@ -1,4 +1,4 @@
-"""What chat front-ends send, as their sources have it: all of it is answered."""
+"""Requests like those of chat front-ends each get an answer. Open WebUI's Ollama requests follow its sources."""
 
 from __future__ import annotations
 

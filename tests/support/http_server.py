@@ -97,7 +97,7 @@ def served(front: Front) -> Iterator[Site]:
 
 @contextmanager
 def saying(front: Front, tokenizers: Mapping[str, Tokenizer]) -> Iterator[Say]:
-    """A server whose engine says what a test wants, three tokens at a time, with the one of ``tokenizers`` that it names."""
+    """A server whose engine generates the text that a test gives, three tokens at a time, with one of ``tokenizers``, by name."""
     with served(front) as site:
 
         def say(name: str, text: str) -> Site:

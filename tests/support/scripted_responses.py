@@ -1,4 +1,4 @@
-"""A server of ``/v1/responses`` whose engine says what a test wants, with thoughts and calls in its template."""
+"""A server of ``/v1/responses`` whose engine generates the texts that a test gives; its template has thoughts and calls."""
 
 from __future__ import annotations
 
