@@ -86,7 +86,8 @@ def test_a_kv_budget_is_a_size(tmp_path: Path) -> None:
 
 
 def test_checkpoints_count_from_the_file(tmp_path: Path) -> None:
-    config = load(tmp_path, GOOD.replace("llama-3.1-8b", "models/target") + "draft: /models/draft\n")
+    """Without "./" this one, which does not exist, would be a name on the Hugging Face Hub."""
+    config = load(tmp_path, GOOD.replace("llama-3.1-8b", "./models/target") + "draft: /models/draft\n")
     assert (config.target, config.draft) == (str(tmp_path / "models/target"), "/models/draft")
 
 
@@ -273,7 +274,8 @@ def test_password_never_shows() -> None:
 
 
 def test_connection_url_holds_the_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert redis_config().connection_url is None
+    assert redis_config().connection_url is None and not redis_config().is_here
+    assert redis_config("redis://:own@127.0.0.1:1/0").is_here and not redis_config("redis://:own@host:1/0").is_here
     monkeypatch.setenv("PIPEDEC_REDIS_PASSWORD", "p@ss/:%")
     assert redis_config("redis://user@host:1/0").connection_url == "redis://user:p%40ss%2F%3A%25@host:1/0"
     assert redis_config("redis://:own@host:1/0").connection_url == "redis://:own@host:1/0"

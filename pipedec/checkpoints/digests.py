@@ -119,4 +119,5 @@ def fingerprint(model: Path) -> str:
 
 def weight_files(model: Path) -> list[Path]:
     """The files of a checkpoint that hold weights and are here."""
-    return [located(model)] if is_gguf(model) else sorted([*model.glob("*.safetensors"), *model.glob("*.gguf")])
+    path = located(model)
+    return [path] if is_gguf(path) else sorted([*path.glob("*.safetensors"), *path.glob("*.gguf")])

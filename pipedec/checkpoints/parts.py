@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from pipedec.checkpoints.digests import VOCABULARY_FILE, fingerprint, tensor_digests
@@ -14,6 +15,7 @@ from pipedec.gguf import INDEX_FILE as GGUF_INDEX
 from pipedec.gguf import is_gguf, located, model_files
 
 _DESCRIBING = (".json", ".jinja", ".model", ".txt")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _SHOWN = 3  # files that an error names
 
 
@@ -32,7 +34,7 @@ class CheckpointPart:
 
     Attributes:
         key: ``target``, ``draft`` or ``bita``.
-        model: the directory, or a GGUF file.
+        model: the directory, a GGUF file, or the name of an installed model.
         spans: the layers whose tensors are read.
         is_whole: whether all tensors are read; then ``spans`` are ignored.
     """
@@ -68,7 +70,7 @@ class CheckpointPart:
             return [located(self.model)]  # which also describes the model
         if not self.is_read:
             return []
-        directory = Path(self.model)
+        directory = located(self.model)
         if not has_weights(directory):
             return [directory / SINGLE_FILE]
         stored = TensorFiles(directory)
@@ -78,14 +80,27 @@ class CheckpointPart:
         """The files that every host needs, as far as they are here: sizes, tokenizer, chat template, index."""
         if is_gguf(self.model):
             return []
-        directory = Path(self.model)
-        found = [file for file in directory.glob("*") if file.suffix in _DESCRIBING or file.name == VOCABULARY_FILE]
-        return sorted(file for file in (*found, *directory.glob("additional_chat_templates/*.jinja")) if file.name[0] != ".")
+        directory = located(self.model)
+        found = [*directory.glob("*"), *directory.glob(_MORE_TEMPLATES)]
+        return sorted(directory / file for file in described_by(str(one.relative_to(directory)) for one in found))
 
     def missing(self) -> list[Path]:
         """The files that are needed and not here. Raises as ``files``."""
-        described = [] if is_gguf(self.model) else [Path(self.model) / "config.json"]
+        described = [] if is_gguf(self.model) else [located(self.model) / "config.json"]
         return [file for file in described if not file.is_file()] or [file for file in self.files() if not file.is_file()]
+
+
+def described_by(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files that describe it, by their paths in its directory."""
+    return [
+        file
+        for file in files
+        if file[0] != "."
+        and (
+            ("/" not in file and (file.endswith(_DESCRIBING) or file == VOCABULARY_FILE))
+            or (file.count("/") == 1 and fnmatch(file, _MORE_TEMPLATES))
+        )
+    ]
 
 
 def rank_parts(rank: int, layers: Sequence[tuple[int, int]], models: Mapping[str, str | Path | None]) -> list[CheckpointPart]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,8 +13,9 @@ import click
 from msgspec import Meta
 from rich.console import Console
 
+from pipedec.checkpoints.download import pinned
 from pipedec.cli.cluster import Detach, detach_cluster, serve_cluster
-from pipedec.cli.options import RunName
+from pipedec.cli.options import RunName, refuse_flags
 from pipedec.cli.show import console
 from pipedec.cluster.distribution import Folder, folders, send
 from pipedec.cluster.launched import LaunchedCluster, for_hosts
@@ -22,19 +24,20 @@ from pipedec.cluster.node import main as watch_ranks
 from pipedec.cluster.node_link import node_command
 from pipedec.cluster.state import DEFAULT_RUN, check_unused
 from pipedec.config import ServerConfig, load_cluster
-from pipedec.config.settings import given_settings
+from pipedec.config.environment import shown_value
+from pipedec.config.settings import Models, given_settings
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.flags import Help, own_options
 from pipedec.gguf import is_named
 from pipedec.hardware import GIGA
+from pipedec.hub import HubName
 from pipedec.plan.files import checkpoints_of, host_parts, needed_files
+from pipedec.plan.one_host import fitting_quantize, gpus_of, one_host_plan
 from pipedec.plan.partition import Measured
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import spare_places
 from pipedec.plan.table import files_table, plan_table
 from pipedec.topology import rank_name
-
-_SECRET_WORDS = ("PASSWORD", "SECRET", "TOKEN", "KEY", "CREDENTIAL")
 
 Milliseconds = Annotated[float, Meta(gt=0)] | None
 
@@ -78,7 +81,7 @@ def launch(
     try:
         hosts = ", ".join(cluster.nodes.hosts)
         console.print(f"Starting {len(cluster.places)} ranks on {hosts}; what they print goes to {log}.", soft_wrap=True)
-        serve_cluster(cluster, {f"{rank_name(rank)} on {place.host}": [rank] for rank, place in enumerate(cluster.places)})
+        serve_cluster(cluster, {host: ranks for host in cluster.nodes.hosts if (ranks := cluster.nodes.ranks_on(host))})
     except PipedecError:
         if log.is_file() and "Traceback" in log.read_text(errors="replace"):
             console.print(f"See {log} for what the hosts have printed.", soft_wrap=True)
@@ -100,8 +103,7 @@ def planned_start(cluster: LaunchedCluster) -> list[str]:
             lines.append(f"  {rank_name(rank)} on {place.device} #{place.index}{layers[rank]}")
         lines += [f"  a spare on {place.device} #{place.index}" for place in cluster.spares if place.host == host]
         for name, value in cluster.nodes.environment(host).items():
-            is_secret = any(word in name.upper() for word in _SECRET_WORDS)
-            lines.append(f"  {name}={'***' if is_secret else shlex.quote(value)}")
+            lines.append(f"  {name}={shlex.quote(shown_value(name, value))}")
     server = cluster.config.redis
     if cluster.redis_host is None:
         return [*lines, "", f"Redis: {server.url}" + (" with a password" if server.password else "")]
@@ -149,6 +151,8 @@ def distribute(
             continue
         sent = f"{len(sizes)} files, {sum(sizes) / GIGA:.2f} GB" if sizes else "nothing is missing"
         console.print(f"{host}: {sent}", soft_wrap=True)
+    for name in filter(None, map(HubName.of, models.values())):
+        console.print(f"{name.repo}: every host downloads its part when the cluster starts", soft_wrap=True)
     if complaints:
         raise UserError("; ".join(dict.fromkeys(complaints)))
 
@@ -172,10 +176,13 @@ def _under(folder: Path, model: str) -> str:
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"))
+@click.argument("file", type=click.Path(path_type=Path), default=Path("cluster.yaml"), metavar="[FILE|MODEL]")
 @own_options
+@given_settings
 def plan(
+    given: dict[str, Any],
     file: Path,
+    gpus: Annotated[str | None, Help("Plan MODEL on the GPUs of one host, like 4x3090 or 2x3090,1x4090.", "COUNTxKIND,…")] = None,
     partition: Annotated[str | None, Help("Partition to plan (default: the default of the file).", "NAME")] = None,
     files: Annotated[bool, Help("Print the files of the checkpoints that each host needs instead.")] = False,
     draft_top1: Annotated[
@@ -195,15 +202,26 @@ def plan(
 ) -> None:
     """Print the layers, memory and expected time of every rank, and the expected time per token.
 
-    FILE is a cluster.yaml. Nothing is started. Exits with status 1 if the model does not fit into the devices' memory.
+    FILE is a cluster.yaml, whose keys other options replace. With --gpus it is a MODEL, with its draft in --draft: a directory, a
+    name on the Hugging Face Hub, of which only config.json is downloaded, or a known shape like llama-3.1-70b:awq. Nothing is
+    started. Exits with status 1 if the model does not fit into the devices' memory.
     """
-    page = Console(width=100 if not Console().is_terminal else None)
-    if files:
-        config = load_cluster(file).for_partition(partition)
-        parts = host_parts(config, spare_places(config))
-        page.print(files_table(parts.keys(), needed_files(parts)))
-        return
-    made = make_plan(load_cluster(file), partition, Measured(pass_ms, timestep_ms, timesteps))
+    page, measured = Console(width=100 if not Console().is_terminal else None), Measured(pass_ms, timestep_ms, timesteps)
+    if gpus is not None:
+        refuse_flags(("partition", "files"), "goes with a cluster.yaml, not with --gpus: leave it out")
+        given |= {"target": str(file)}
+        given |= pinned(Models(given["target"], given.get("draft"), given.get("bita")), sizes_only=True)
+        made = replace(one_host_plan(gpus_of(gpus), given, measured), target=str(file))
+    else:
+        config = load_cluster(file).for_partition(partition, given)
+        config = config.for_partition(given=pinned(config.settings.models, sizes_only=not files))
+        if files:
+            parts = host_parts(config, spare_places(config))
+            page.print(files_table(parts.keys(), needed_files(parts)))
+            return
+        made = make_plan(config, None, measured)
     page.print(plan_table(made, draft_top1))
     if made.problems:
-        raise PipedecError("it does not fit: " + "; ".join(made.problems))
+        quantize = None if gpus is None else fitting_quantize(gpus_of(gpus), given, measured)
+        hint = "" if quantize is None else f" (it would with --quantize {quantize})"
+        raise PipedecError(f"it does not fit{hint}: " + "; ".join(made.problems))

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import click
 
+from pipedec.checkpoints.download import downloaded
 from pipedec.cli.main import moved_flags
 from pipedec.directories import reference_pair
 from pipedec.flags import Help, options_of, own_options
@@ -91,6 +92,6 @@ def bita(
 ) -> None:
     """Train BiTA for a frozen target: masks and a prompt that predict tokens ahead, learned from its own greedy answers."""
     asked.check()
-    target = target or reference_pair() / "target"
+    target = downloaded(target or reference_pair() / "target")
     prompts = asked.read(prompter_of(target), recipe.new_tokens)
     print_bita(train_bita(target, prompts, recipe, run(**device.chosen()), start))

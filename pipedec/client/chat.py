@@ -22,11 +22,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipedec.checkpoints.download import pinned
 from pipedec.client.client import Client
 from pipedec.config.environment import named_proxies
+from pipedec.config.settings import Models
 from pipedec.core.completion import Completion
 from pipedec.core.errors import UserError
 from pipedec.families import context_length
+from pipedec.hub import HubName
 from pipedec.messages.request import PromptRequest
 from pipedec.messages.run import RunDescription
 from pipedec.text.prompt import load_tokenizer
@@ -84,8 +87,11 @@ class ClusterPartner:
     def __init__(
         self, client: Client, description: RunDescription, asked: PromptRequest, tokenizer_directory: Path | None = None
     ) -> None:
+        name = HubName.of(description.target)
+        if name is not None and tokenizer_directory is None:
+            pinned(Models(target=description.target))  # on a host without ranks
         directory = tokenizer_directory or Path(description.target)
-        self.name = Path(description.target).name
+        self.name = Path(description.target if name is None else name.repo).name
         self._client = client
         self._asked = asked
         try:

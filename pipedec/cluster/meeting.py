@@ -39,11 +39,13 @@ from pipedec.core.errors import EpochEnded, PipedecError, RankLost, UserError
 from pipedec.engine.activity import Activity
 from pipedec.engine.devices import FREED_SECONDS, FreeMemory, free_memory, gpu_id, measured_tokens
 from pipedec.families import model_config
+from pipedec.hub import HubName
 from pipedec.messages.events import AddressEvent, CardEvent, Event, LoadedEvent
 from pipedec.messages.run import RankDescription
 from pipedec.plan.budgets import agreed_budget, kv_slots, rank_needs
 from pipedec.plan.spec import PipelineSpec
 from pipedec.scheduler import RankScheduler, calls, read_description, scripts_digest
+from pipedec.scheduler.scripts import LEASE_MS
 from pipedec.topology import rank_name
 from pipedec.transport.rendezvous import MEETING_SECONDS, Rendezvous, Store, StoreServer, join_store
 from pipedec.transport.wire import PROTOCOL
@@ -231,11 +233,13 @@ class Meeting:
             "protocol between ranks": PROTOCOL,
             **self._nccl_versions,
         }
+        named = {key: HubName.of(model or "") for key, model in self._spec.models.items()}
         settings = {
             "weights": str(self._spec.weights),
             "weights of the draft": str(self._spec.largest_draft_weights),
             "KV slots": f"{kv_slots(self._spec):,} in blocks of {self._spec.kv_block}",
             "--wire-dtype": self._spec.settings.cluster.wire_dtype,
+            **{f"commit of the {key}": name.revision for key, name in named.items() if name is not None},
         }
         return CardEvent(self._place.rank, str(self._place.host), machine_id(), address, versions, configs, settings)
 
@@ -259,7 +263,7 @@ class Meeting:
             missing = [rank for rank in range(self._place.world_size) if rank not in found]
             if not missing:
                 return [found[rank] for rank in sorted(found)]
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and not self._are_loading(missing):
                 places = self._spec.places
                 names = [rank_name(rank) + (f" on {places[rank].host}" if places else "") for rank in missing]
                 raise RankLost(f"{', '.join(names)} did not {_DONE[kind]} within {seconds:.0f} s")
@@ -269,6 +273,12 @@ class Meeting:
             for _, position, event in self._scheduler.ask(calls.read_answers(keys, last, _POLL_SECONDS)).events:
                 self._position = position
                 self._events.append(event)
+
+    def _are_loading(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these ranks downloads its part of the checkpoints, before it meets the others."""
+        found = self._scheduler.activities()
+        doing = [found[rank] for rank in ranks if rank in found]
+        return any(one.kind == "loading" and one.age_seconds < LEASE_MS / 1000 for one in doing)
 
     def _check(self) -> None:
         """Raises EpochEnded if the epoch has ended, and PipedecError if another rank has failed."""

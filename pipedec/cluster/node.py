@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pipedec.cluster.node_run import NodeRun
     from pipedec.scheduler import EmbeddedRedis
 
-PROTOCOL = 4  # version of orders and news; to be raised when launchers and nodes of two versions would misunderstand each other
+PROTOCOL = 5  # version of orders and news; to be raised when launchers and nodes of two versions would misunderstand each other
 END_SECONDS = 3.0
 LINGER_SECONDS = 5.0  # for clients to read the end of a run from a Redis that this node has started
 TURN_SECONDS = 0.5  # between two turns, unless a process ends
@@ -222,6 +222,11 @@ class Node:
                 bind = ALL_ADDRESSES if address else LOOPBACK
                 self._server = EmbeddedRedis(bind=bind, port=order["port"], password=order["password"])
                 self._say("redis", address=address or LOOPBACK, port=self._server.port)
+            case "fetch":
+                from pipedec.cluster.node_run import LaunchedRun, fetch_parts
+
+                fetch_parts(validated(LaunchedRun, order["run"]), order["host"], self._say)
+                self._say("fetched")
             case "join":
                 from pipedec.cluster.node_run import LaunchedRun, NodeRun
 

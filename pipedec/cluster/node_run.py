@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import asdict
 
 from pipedec.checkpoints import CheckpointPart, check_here
+from pipedec.checkpoints.download import fetch, pinned
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.host_watch import HostWatch, WatchedHost
 from pipedec.cluster.logs import WATCH, run_log
@@ -40,6 +41,19 @@ class LaunchedRun:
     run_id: str
     redis_host: str | None  # the host on which Redis was started; None if it runs elsewhere
     num_spares: int | None  # see ``spare_places``
+
+
+def fetch_parts(run: LaunchedRun, host: str, say: Callable[..., None]) -> None:
+    """Download what a host reads of the models on the hub, that of its spares included, and ``say`` how far it is. Raises as
+    ``checkpoints.download.fetch``.
+    """
+    config = cluster_from_json(run.config)
+
+    def show(done: int, total: int) -> None:
+        say("fetching", done=done, total=total)
+
+    if pinned(config.settings.models, show=show):  # what describes them is here from now on
+        fetch(host_parts(config, spare_places(config, count=run.num_spares)).get(host, ()), show)
 
 
 class NodeRun:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from queue import Empty, SimpleQueue
 from typing import IO, Any
@@ -19,7 +19,7 @@ from pipedec.cluster.node_link import News, NodeLink, end_links, is_local
 from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.processes import describe_exit
 from pipedec.config import ClusterConfig, RedisConfig
-from pipedec.config.environment import RANK_ENVIRONMENT, transport_environment
+from pipedec.config.environment import RANK_ENVIRONMENT, common_environment
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.messages.stats import Recovery
 from pipedec.plan.placement import Placement
@@ -27,9 +27,11 @@ from pipedec.validation import validated
 
 CONNECT_SECONDS = 15.0
 REDIS_SECONDS = 15.0
+FETCH_SECONDS = 120.0  # without news of a download
 JOIN_SECONDS = 60.0  # nodes read the headers of checkpoints, perhaps over a network
 WATCH_SECONDS = 15.0
 END_SECONDS = 6.0
+ShowHost = Callable[[str, int, int], None]
 _LOST = -signal.SIGHUP  # exit status of a rank that was lost with its host
 
 
@@ -64,7 +66,7 @@ class Nodes:
 
     def environment(self, host: str) -> dict[str, str]:
         """The variables of a host's ranks; GPUs are numbered as by ``nvidia-smi`` unless the file sets another order."""
-        server, passed_on = self._config.server(host), transport_environment()
+        server, passed_on = self._config.server(host), common_environment()
         if server.interface is not None:  # the file knows the host better than the launching shell does
             passed_on = {name: value for name, value in passed_on.items() if not name.endswith("_SOCKET_IFNAME")}
         usual = {"CUDA_DEVICE_ORDER": RANK_ENVIRONMENT["CUDA_DEVICE_ORDER"]}
@@ -100,11 +102,14 @@ class Nodes:
         assert url is not None
         return url
 
-    def start(self, run: LaunchedRun) -> None:
-        """Send the run to all nodes, and start its ranks. Raises UserError if a host lacks a part of the checkpoints."""
-        for host, link in self._links.items():
-            link.order("join", run=asdict(run), host=host)
-        self._await("joined", self._links, JOIN_SECONDS)
+    def start(self, run: LaunchedRun, show: ShowHost = lambda host, done, total: None) -> None:
+        """Send the run to all nodes, and start its ranks. Every host first downloads what it reads of models on the hub; ``show``
+        receives the host, and the bytes that are there and in all. Raises UserError if a host lacks a part of the checkpoints.
+        """
+        for order, news, seconds in (("fetch", "fetched", FETCH_SECONDS), ("join", "joined", JOIN_SECONDS)):
+            for host, link in self._links.items():
+                link.order(order, run=asdict(run), host=host)
+            self._await(news, self._links, seconds, show)
         for rank, host in list(self.host_of.items()):
             self._links[host].order("start", rank=rank)
 
@@ -166,8 +171,12 @@ class Nodes:
         self._over.clear()
         self._reports, self._recoveries = [], []
 
-    def _await(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any]]:
-        """The next news of one kind from each of ``hosts``. Raises PipedecError if one fails or does not answer in time."""
+    def _await(
+        self, kind: str, hosts: Iterable[str], seconds: float, show: ShowHost = lambda host, done, total: None
+    ) -> dict[str, dict[str, Any]]:
+        """The next news of one kind from each of ``hosts``. Raises PipedecError if one fails or does not answer in time, which
+        begins anew with every news of a download.
+        """
         found: dict[str, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         while silent := [host for host in hosts if host not in found]:
@@ -181,6 +190,9 @@ class Nodes:
                 raise (UserError if news.get("is_mistake") else PipedecError)(f"{host}: {news['message']}")
             if news["news"] == kind:
                 found[host] = news
+            elif news["news"] == "fetching":
+                show(host, news["done"], news["total"])
+                deadline = time.monotonic() + seconds
             else:
                 self._note(host, news)
         return found

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from pipedec.checkpoints import check_here
+from pipedec.checkpoints.download import fetch
 from pipedec.cluster.lease import RECOVERY_SECONDS, LeaseKeeper, next_epoch
 from pipedec.cluster.meeting import Meeting, Met, RankMemory
 from pipedec.cluster.network import measured_offset_us
@@ -74,7 +75,6 @@ class Rank:
         self._spec, self._scheduler = spec, scheduler
         self._report, self._describe = report, describe
         self._name = f"{rank_name(place.rank)} on {self._place.host}"
-        check_here(spec.parts(place.rank), self._name)
         self._device = rank_device(spec, place.rank, place.local_rank)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -104,7 +104,11 @@ class Rank:
     def serve(self) -> None:
         """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
         self._activity.meet_again()
-        self._lease.start()  # before the meeting, which may take longer than the run's keys live
+        self._lease.start()  # before the download and the meeting, which may take longer than the run's keys live
+        self._activity.begin("loading")
+        parts = self._spec.parts(self._place.rank)
+        fetch(parts, partial(self._report, "downloading"))
+        check_here(parts, self._name)
         while True:
             try:
                 self._take_part().serve(self._transport)

@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import convert
 
 from pipedec import __version__
+from pipedec.checkpoints.download import pinned
 from pipedec.cluster.doctor.comparison import HostAnswer
 from pipedec.cluster.doctor.findings import Finding, note, problem
 from pipedec.cluster.doctor.host import HostReport, Questions
@@ -24,7 +25,7 @@ from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
 from pipedec.config import NONE, ClusterConfig
-from pipedec.core.errors import UserError
+from pipedec.core.errors import PipedecError, UserError
 from pipedec.families import is_known
 from pipedec.plan.partition import plan
 from pipedec.plan.placement import rank_places
@@ -139,9 +140,11 @@ def planned_needs(config: ClusterConfig, partition: str | None) -> tuple[dict[st
     if partition is not None:
         config.find_partition(partition)
     try:
-        planned = plan(config, partition)
+        config = config.for_partition(partition)
+        config = config.for_partition(given=pinned(config.settings.models, sizes_only=True))
+        planned = plan(config)
         needs = host_needs(config, planned)
-    except UserError as error:
+    except PipedecError as error:  # the hub does not answer, too
         mend = "see `pipedec plan`: without a plan, free memory, links and parts of checkpoints are not examined"
         return {}, note("plan", str(error), mend)
     if planned.problems:

@@ -349,4 +349,6 @@ _ClusterDocument = _document(
 
 def _relative_to(folder: Path, model: str) -> str:
     """The path of a checkpoint that ``model`` names relative to ``folder``; other values as they are."""
-    return model if model == NONE or is_known(model) or is_named(model) else str(folder / os.path.expanduser(model))
+    path = str(folder / os.path.expanduser(model))
+    is_name = model == NONE or is_known(model) or (is_named(model) and not os.path.exists(path))
+    return model if is_name else path

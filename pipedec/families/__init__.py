@@ -8,6 +8,7 @@ from pipedec.families.parts import Activation, Decoder, Heads, Linear, Part, RMS
 from pipedec.families.registry import (
     FAMILIES,
     KNOWN_MODELS,
+    QUANTIZATION_FILES,
     ModelImpl,
     checkpoint_dtype,
     context_length,
@@ -20,7 +21,8 @@ from pipedec.families.shapes import ExpertsShape, KVShape, Layer, LayerShape, Re
 from pipedec.families.transformers import TransformersConfig
 
 __all__ = [
-    "FAMILIES", "KNOWN_MODELS", "Activation", "Decoder", "DecoderConfig", "ExpertsShape", "Heads", "KVShape", "Layer",
-    "LayerShape", "Linear", "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "RecurrentShape", "Shape", "StateCounts",
-    "TransformersConfig", "checkpoint_dtype", "context_length", "is_known", "json_object", "model_by_name", "model_config",
+    "FAMILIES", "KNOWN_MODELS", "QUANTIZATION_FILES", "Activation", "Decoder", "DecoderConfig", "ExpertsShape", "Heads",
+    "KVShape", "Layer", "LayerShape", "Linear", "ModelConfig", "ModelImpl", "Part", "RMSNorm", "Reach", "RecurrentShape",
+    "Shape", "StateCounts", "TransformersConfig", "checkpoint_dtype", "context_length", "is_known", "json_object",
+    "model_by_name", "model_config",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ What is not weights is written once into a cache, in the files that a checkpoint
 file. Knows no torch.
 """
 
-from pipedec.gguf.files import NAMED_MODELS, is_gguf, is_named, located, model_files
+from pipedec.gguf.files import NAMED_MODELS, is_gguf, is_installed, is_named, located, model_files
 from pipedec.gguf.index import BLOCKS, INDEX_FILE, TensorIndex, TensorPlace, write_quantized
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "TensorIndex",
     "TensorPlace",
     "is_gguf",
+    "is_installed",
     "is_named",
     "located",
     "model_files",

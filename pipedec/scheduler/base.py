@@ -106,6 +106,12 @@ class BaseScheduler:
         """The state of the run, with everything that a waiting client needs, in one round trip."""
         return self.ask(calls.status(self.keys, self.topology))
 
+    def activities(self) -> dict[int, ActivityReport]:
+        """The activity of each rank when it last renewed its lease."""
+        records: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
+        now_us = self.clock_us()
+        return {int(rank): activity_of(text.decode(), now_us) for rank, text in records.items()}
+
     def clock_us(self) -> int:
         """The scheduler's clock in µs since the epoch, to which ranks on all machines align their traces."""
         return self._ask(lambda: server_clock_us(self.client))

@@ -16,9 +16,8 @@ import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from pipedec.core.errors import EpochEnded
-from pipedec.messages.stats import ActivityReport
 from pipedec.scheduler import calls
-from pipedec.scheduler.base import BaseScheduler, activity_of
+from pipedec.scheduler.base import BaseScheduler
 from pipedec.scheduler.calls import Call
 from pipedec.scheduler.client import CONNECT_SECONDS, PATIENCE_SECONDS, address_of, async_connect, async_patiently, options_of
 from pipedec.scheduler.keys import Keys
@@ -44,12 +43,6 @@ class ClientScheduler(BaseScheduler):
             with suppress(EpochEnded):
                 self._run_script("stop", [keys.run, *map(keys.queue, self.topology.ranks)], [KEY_SECONDS, epoch])
                 return
-
-    def activities(self) -> dict[int, ActivityReport]:
-        """The activity of each rank when it last renewed its lease."""
-        records: Any = self._ask(lambda: self.client.hgetall(self.keys.doing))
-        now_us = self.clock_us()
-        return {int(rank): activity_of(text.decode(), now_us) for rank, text in records.items()}
 
     def nodes(self) -> dict[str, bool]:
         """Whether each host's supervisor holds its lease, by the host's name."""

@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipedec.checkpoints import weight_files
 from pipedec.core.errors import UserError
 from pipedec.families import json_object
-from pipedec.gguf import is_gguf, model_files
+from pipedec.gguf import located, model_files
 from pipedec.server.front import Front
 from pipedec.text.parsers import knows_tools
 
@@ -37,12 +38,12 @@ def served_model(front: Front) -> ServedModel:
     target, family, size = Path(description.target), "", 0
     with suppress(UserError):
         family = str(json_object(model_files(served.tokenizer.directory) / "config.json").get("model_type", ""))
-    with suppress(OSError):
-        files = [target] if target.is_file() else list(target.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
+    with suppress(UserError, OSError):
+        size, target = sum(file.stat().st_size for file in weight_files(target)), located(target)
+    weights = "gguf" if target.suffix.lower() == ".gguf" else "safetensors"
     digest = description.digests.get("target") or hashlib.sha256(description.target.encode()).hexdigest()
     return ServedModel(
-        family, "gguf" if is_gguf(target) else "safetensors", description.ranks[0].dtype.name if description.ranks else "",
+        family, weights, description.ranks[0].dtype.name if description.ranks else "",
         size, digest, served.max_model_len, template, knows_tools(template) and front.tool_parser is not None,
         front.reasoning is not None,
     )  # fmt: skip

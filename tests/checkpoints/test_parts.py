@@ -10,9 +10,10 @@ from support.checkpoints import save_tiny, save_tiny_llama
 from support.quantized_files import write_quantized_checkpoint
 from support.tiny_pair import Pair
 
-from pipedec.checkpoints import INDEX_FILE, CheckpointPart, LayerSpan, TensorFiles, check_here, merged, rank_parts
+from pipedec.checkpoints import INDEX_FILE, CheckpointPart, LayerSpan, TensorFiles, check_here, fingerprint, merged, rank_parts
 from pipedec.checkpoints.parts import missing_files
 from pipedec.core.errors import UserError
+from pipedec.directories import reference_pair
 
 LAYERS = [(0, 3), (3, 6), (6, 8)]
 
@@ -49,6 +50,14 @@ def test_only_rank_zero_reads_the_draft_and_all_read_the_bita(pair: Pair) -> Non
     models = {"target": pair.target, "draft": pair.draft, "bita": pair.bita}
     reads = [{part.key for part in rank_parts(rank, LAYERS, models) if part.is_read} for rank in (0, 1, 2)]
     assert reads == [{"draft", "bita"}, {"target", "bita"}, {"target", "bita"}]
+
+
+def test_the_parts_of_a_named_directory_are_those_of_its_path() -> None:
+    named, by_path = (
+        CheckpointPart("target", str(model), is_whole=True) for model in ("reference-pair", reference_pair() / "target")
+    )
+    assert (named.files(), named.describing_files(), named.missing()) == (by_path.files(), by_path.describing_files(), [])
+    assert fingerprint(Path("reference-pair")) == fingerprint(reference_pair() / "target")
 
 
 def test_a_host_lacks_only_the_shards_of_its_ranks(target: Path) -> None:

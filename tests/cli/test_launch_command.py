@@ -64,7 +64,7 @@ def test_a_dry_run_says_what_would_run_where(
     assert next(line for line in lines if line.startswith("one: ")).endswith(
         " me@10.0.0.1 'exec /opt/python -m pipedec.cluster.node'"
     )
-    assert {"  NCCL_DEBUG=WARN", "  CUDA_DEVICE_ORDER=PCI_BUS_ID", "  HF_TOKEN=***"} <= set(lines)
+    assert {"  NCCL_DEBUG=WARN", "  CUDA_DEVICE_ORDER=PCI_BUS_ID", "  HF_TOKEN='(hidden)'"} <= set(lines)
     assert lines[-1] == "Redis: to be started on one, a free port, the configured password"
     assert "hush" not in planned.out
     monkeypatch.setenv("PIPEDEC_REDIS_URL", "redis://far:1/0")
@@ -89,7 +89,6 @@ def test_launch_status_submit_down(
     assert not state.is_alive() and running_here() == []
     lines = (log_directory(state.run_id) / "cluster.log").read_text().splitlines()
     assert lines[0].startswith("Starting 2 ranks on localhost; ") and lines[-1] == "Cluster stopped."
-    assert {f"rank 0 (draft) on localhost: {what}: done" for what in ("loading weights", "warming up")} <= set(lines)
     over_gloo = [line.split(":")[0] for line in lines if "; gloo over lo" in line]
     assert over_gloo == [f"rank {name} on localhost" for name in ("0 (draft)", "1 (stage 1)")]
 

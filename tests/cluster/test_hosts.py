@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support import hub_server
 from support.hosts import Hosts
 from support.processes import wait_until
 from support.slow_links import Link
@@ -50,6 +51,7 @@ class Cluster:
     pair: Pair
     folder: Path
     counts: tuple[int, ...] = (2, 2, 1)
+    hub: str | None = None  # the address of one that has the pair as acme/target and acme/draft
     password: str = field(default_factory=lambda: secrets.token_hex(12))
     patience: float = START_SECONDS
     ended: int | None = None
@@ -60,12 +62,15 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"OMP_NUM_THREADS": "1", "PIPEDEC_REDIS_PASSWORD": self.password}
+        hub = {} if self.hub is None else {"HF_ENDPOINT": self.hub, "HF_HOME": str(self.hosts.directory(0) / "hub")}
+        return {"OMP_NUM_THREADS": "1", "PIPEDEC_REDIS_PASSWORD": self.password, **hub}
 
     def file(self, redis: str = f"redis: {{host: host-2, port: {PORT}}}") -> Path:
-        lines = [f"target: {self.pair.target}", f"draft: {self.pair.draft}", redis, "servers:"]
+        target, draft = (self.pair.target, self.pair.draft) if self.hub is None else ("acme/target", "acme/draft")
+        lines = [f"target: {target}", f"draft: {draft}", redis, "servers:"]
         for index, count in enumerate(self.counts):
-            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}}}")
+            own = "" if self.hub is None else f", environment: {{HF_HOME: {self.hosts.directory(index) / 'hub'}}}"
+            lines.append(f"  - {{host: host-{index + 1}, devices: {{cpu: {count}}}{own}}}")
         stages = 4 if self.counts == (2, 2, 1) else 3
         lines.append(f"partitions: {{all: {{stages: {stages}, draft_device: {{host: host-1, device: cpu}}}}}}")
         path = self.folder / "cluster.yaml"
@@ -151,6 +156,45 @@ def test_a_launched_cluster_answers_every_host_as_one_process_does(
     assert cluster.ended == 0
     logs = "".join(path.read_text() for path in (cluster.hosts.directory(0) / "state").glob("*.log"))
     assert cluster.password not in logs and "Traceback" not in logs
+
+
+@pytest.mark.in_turn(2)
+def test_every_host_downloads_what_its_ranks_read(
+    cluster: Cluster, answers: Callable[[Cluster, int], None], tmp_path: Path
+) -> None:
+    """From a hub on the third host; each asks from an address of its own."""
+    root, log = tmp_path / "hub" / "acme", tmp_path / "served.jsonl"
+    by_layer = sharded(cluster.pair.target, root / "target")
+    shutil.copytree(cluster.pair.draft, root / "draft")
+    serving = (sys.executable, hub_server.__file__, root.parent, "--host", cluster.hosts.address(2), "--log", log)
+    with cluster.hosts.popen(2, *serving, stdout=subprocess.PIPE) as hub:
+        try:
+            cluster.hub = hub.stdout.readline().decode().strip()  # type: ignore[union-attr]
+            with cluster.up():
+                answers(cluster, 1)
+        finally:
+            hub.kill()
+    assert cluster.ended == 0
+    served = [json.loads(line) for line in log.read_text().splitlines()]
+    draft = sum(sent for _, name, _, sent in served if name == "model.safetensors")
+    for index, layers in enumerate(((0, 1), (2, 3, 4, 5), (6, 7))):
+        needed = [by_layer[layer] for layer in layers] + [by_layer["first"]] * (index == 0) + [by_layer["last"]] * (index == 2)
+        received = sum(sent for address, _, _, sent in served if address == cluster.hosts.address(index))
+        assert received == sum(needed) + draft * (index == 0)
+
+
+def sharded(source: Path, target: Path) -> dict[int | str, int]:
+    """Write a checkpoint anew with one file for each layer, and one for what is before and after them. Returns their sizes."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    files: dict[int | str, dict[str, Any]] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        layer = re.search(r"layers\.(\d+)\.", name)
+        files.setdefault(int(layer[1]) if layer else "first" if "embed" in name else "last", {})[name] = tensor
+    for part, tensors in files.items():
+        save_file(tensors, target / f"model-{part}.safetensors", {"format": "pt"})
+    weight_map = {name: f"model-{part}.safetensors" for part, tensors in files.items() for name in tensors}
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return {part: (target / f"model-{part}.safetensors").stat().st_size for part in files}
 
 
 @pytest.mark.in_turn(2)

@@ -48,6 +48,7 @@ from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.messages.events import AddressEvent, CardEvent
 from pipedec.messages.request import PromptRequest
+from pipedec.messages.stats import ActivityReport
 from pipedec.plan.budgets import rank_needs
 from pipedec.plan.kv_memory import GpuMemory, tokens_beside
 from pipedec.plan.placement import Placement
@@ -170,6 +171,17 @@ def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.Monkey
     for future in waiting:
         with pytest.raises(RankLost, match=rf"^rank 2 \(stage 2\) on there did not come within {MEETING_SECONDS:.0f} s$"):
             future.result(30)
+
+
+def test_a_rank_that_downloads_its_part_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch, no_interface: None) -> None:
+    clock, third = Clock(monkeypatch), run.connect()
+    waiting = [run.meet(rank) for rank in (0, 1)]
+    assert wait_until(lambda: run.num_posted == 2)
+    third.renew_lease(2, ActivityReport("loading"))
+    clock.advance(MEETING_SECONDS)
+    with pytest.raises(TimeoutError):
+        waiting[0].result(1)
+    assert [future.result(30).rendezvous.rank for future in [*waiting, run.meet(2)]] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ from pipedec.config import ServerConfig, state_directory
 from pipedec.config.environment import usable_cpus
 from pipedec.core.errors import PipedecError
 from pipedec.gguf import model_files
+from pipedec.hub import HubName
 from pipedec.scheduler import connect
 from pipedec.scheduler.client import address_of, server_clock_us, translated_errors
 from pipedec.scheduler.redis_process import find_server_binary, server_version
@@ -309,12 +310,17 @@ def checkpoint(part: CheckpointPart, spare: CheckpointPart | None = None) -> tup
     """Whether the part of a checkpoint that this host's ranks read is here, and the part for a ``spare``; and its digests (see
     ``HostReport``), empty if it is damaged.
     """
-    name, path = part.model, Path(part.model).absolute()
+    name, hub = part.model, HubName.of(part.model)
+    path = Path(name).absolute() if hub is None else hub.folder
     free: int | None = None
     with suppress(OSError):
         free = shutil.disk_usage(next(one for one in (path, *path.parents) if one.exists())).free
     left = f"; {gb(free)} of disk free" if free is not None else ""
     try:
+        if hub is not None and (part.missing() or (spare or part).missing()):
+            return note(
+                name, f"downloaded when the cluster starts{left}", "let this host reach the hub, with room on its disk"
+            ), {}
         if not (directory := model_files(name)).is_dir():
             raise FileNotFoundError("no such directory")
         if not has_weights(directory) and part.is_read:
