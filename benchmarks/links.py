@@ -36,7 +36,7 @@ from pipedec.config.cluster import cluster_from
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.core.values import check_fields
-from pipedec.directories import reference_pair, shipped_draft
+from pipedec.directories import REFERENCE_PAIR, shipped_part
 from pipedec.families import model_config
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.gguf import is_gguf, is_named, located
@@ -147,7 +147,7 @@ class LinksConfig:
     llama_cpp: Annotated[
         Path | None, Help("Directory of llama.cpp's llama-server and rpc-server, for a target that is a GGUF file.", "DIR")
     ] = None
-    target: Annotated[str | None, Help("Target (default: the shipped pair's).", "DIR|FILE|smollm2")] = None
+    target: Annotated[str | None, Help("Target (default: reference-pair).", "DIR|FILE|NAME")] = None
     draft: Draft = None
     requests: Annotated[
         tuple[Positive, ...], Help("Numbers of requests that the default method answers at the same time, beside single ones.")
@@ -181,11 +181,8 @@ class LinksConfig:
     @property
     def models(self) -> dict[str, str]:
         """Target and draft, as cluster.yaml has them. Raises UserError if the shipped models are not installed."""
-        if self.target is None:
-            target, shipped = str(reference_pair() / "target"), str(reference_pair() / "draft")
-        else:
-            target, shipped = self.target, str(shipped_draft(self.target) or NONE)
-        draft = self.draft or shipped
+        target = self.target or str(located(REFERENCE_PAIR))
+        draft = self.draft or str(shipped_part(self.target or REFERENCE_PAIR, "draft") or NONE)
         return {
             "target": target if is_named(target) else str(Path(target).absolute()),
             "draft": draft if draft == NONE else str(Path(draft).absolute()),

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from pipedec.core.errors import UserError
 
+REFERENCE_PAIR = "reference-pair"  # the name of the shipped target
+_SHIPPED = {REFERENCE_PAIR: "reference_pair", "smollm2": "reference_smollm2"}  # the directory of what a named target has
 _YOUR_OWN = "set PIPEDEC_STATE_DIR to a directory of your own"
 
 
@@ -22,8 +24,8 @@ def state_directory() -> Path:
     """The private directory for the state of local clusters, created with mode 0700.
 
     $PIPEDEC_STATE_DIR, else $XDG_RUNTIME_DIR/pipedec, else ~/.cache/pipedec, else pipedec-UID among the temporary files. If
-    another user owns $PIPEDEC_STATE_DIR, as in a container's volume, it is pipedec-UID in that. UserError when it cannot be made,
-    or is open to other users.
+    $PIPEDEC_STATE_DIR is another user's or for all users, as a container's volume, it is pipedec-UID in that. UserError when it
+    cannot be made, or is open to other users.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     directory = _own_directory(runtime if os.path.isdir(runtime) else "")
@@ -35,6 +37,12 @@ def state_directory() -> Path:
 def cache_directory() -> Path:
     """The directory for what can be computed again: as for the state, but with $XDG_CACHE_HOME instead of $XDG_RUNTIME_DIR."""
     return _own_directory(os.environ.get("XDG_CACHE_HOME", ""))
+
+
+def hugging_face_directory() -> Path:
+    """Where Hugging Face's libraries keep their files: $HF_HOME, else $XDG_CACHE_HOME/huggingface, else ~/.cache/huggingface."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(os.environ.get("HF_HOME") or f"{caches}/huggingface"))
 
 
 def settle_home() -> None:
@@ -53,8 +61,9 @@ def _own_directory(base: str) -> Path:
     try:
         if chosen := os.environ.get("PIPEDEC_STATE_DIR"):
             directory = Path(os.path.expanduser(chosen)).absolute()
-            is_others = directory.is_dir() and directory.stat().st_uid != os.getuid()
-            return _own_among_others(directory) if is_others else _own(directory)
+            found = directory.stat() if directory.is_dir() else None
+            is_shared = found is not None and (found.st_uid != os.getuid() or bool(found.st_mode & stat.S_ISVTX))
+            return _own_among_others(directory) if is_shared else _own(directory)
         for parent in (base, os.path.expanduser("~/.cache")):
             if os.path.isabs(parent):  # "~" stays where there is no home
                 with suppress(OSError):
@@ -92,9 +101,14 @@ def reference_threads() -> Path:
     return _directory("reference_threads")
 
 
-def shipped_draft(target: str) -> Path | None:
-    """The shipped draft of a public model, by its name; None if there is none. Raises UserError as ``reference_pair``."""
-    return _directory("reference_smollm2") / "draft" if target == "smollm2" else None
+def shipped_part(target: str, part: str) -> Path | None:
+    """The shipped ``draft``, ``bita`` or ``generation_config.json`` of a named target; None if there is none. Raises UserError
+    as ``reference_pair``.
+    """
+    if target not in _SHIPPED:
+        return None
+    found = _directory(_SHIPPED[target]) / part
+    return found if found.exists() else None
 
 
 def shipped_name(target: str) -> str | None:

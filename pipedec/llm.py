@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,8 @@ from pipedec.text.prompt import load_tokenizer
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.threads import load_dialect
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int] | Mapping[str, Any]  # text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 ChatMessage = Mapping[str, str]
 Resumable = Completion | Sequence[int] | None  # an answer so far
@@ -43,7 +46,7 @@ class Resident:
     """Owns a cluster on this machine, which its constructor starts and a subclass stops.
 
     Args:
-        target, draft: checkpoint directories; the shipped pair by default, ``draft="none"`` for a pipeline without one.
+        target, draft: as ``--target`` and ``--draft``; ``draft="none"`` for a pipeline without one.
         method: as ``--method``.
         settings: any other setting of ``pipedec.config.settings`` by name, like ``stages=4`` or ``kv_cache_memory="4GiB"``: the
             options of ``pipedec generate --help``, with underscores.
@@ -59,7 +62,10 @@ class Resident:
         self._method = method
         self._tokenizer: Tokenizer | None = None
         self._check = lru_cache(maxsize=16)(lambda structure: check_apart(structure, Path(self._cluster.spec.target)))
-        self._cluster = LocalCluster(resolve_apart(Settings.of(target=target, draft=draft, **settings)))
+        chosen, sentence = Settings.of(target=target, draft=draft, **settings).for_answers()
+        self._cluster = LocalCluster(resolve_apart(chosen))
+        if sentence is not None:
+            logger.warning(sentence)
         self._cluster.start()
 
     def _request(

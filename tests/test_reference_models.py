@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from pipedec.config import Settings
+from pipedec.config.settings import Models
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.directories import reference_pair, reference_threads
-from pipedec.engine.build import resolve
+from pipedec.engine.build import checked_models, resolve
 from pipedec.engine.local import LocalPipeline
+from pipedec.gguf import model_files
 from pipedec.text.prompt import Prompter, load_tokenizer, same_tokenizer
 from pipedec.threads import load_dialect
 from pipedec.train.continuations import Continuation
@@ -35,6 +37,12 @@ PROMPTS = [
     'def count_vowels(text: str) -> int:\n    """Return the number of vowels in text."""',
     "List the methods of `collections.OrderedDict`.",
 ]
+
+
+def test_it_has_a_name_with_which_come_its_draft_and_bita() -> None:
+    target, *others = checked_models(Models("reference-pair"))
+    assert (model_files(target), *others) == checked_models(Models())
+    assert checked_models(Models("reference-pair", "none", "none")) == (Path("reference-pair"), None, None)
 
 
 def test_it_is_small_and_complete_and_talks_in_plain_transformers() -> None:

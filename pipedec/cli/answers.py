@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 from msgspec.structs import replace
@@ -22,10 +22,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pipedec.cli.options import ClusterFlags, RequestFlags, cluster_options, request_options
-from pipedec.cli.show import console, loading_bars
+from pipedec.cli.show import console, loading_bars, show_sentence
 from pipedec.client.client import Client
 from pipedec.client.reply import Reply
 from pipedec.client.resumption import Resumption
+from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import NONE, Settings, settings_options
 from pipedec.core.completion import Completion
@@ -33,7 +34,8 @@ from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.flags import ON_OFF, Help, own_options
 from pipedec.messages.events import ThreadNews
-from pipedec.messages.request import LOCAL_TENANT, PromptRequest
+from pipedec.messages.request import PromptRequest
+from pipedec.messages.run import RunDescription
 from pipedec.methods import find_method
 from pipedec.tracing import SCHEDULER_TRACK, write_trace
 
@@ -51,15 +53,24 @@ def generate(settings: Settings, asked: RequestFlags) -> None:
     method can use one. Several prompts are answered together; their answers are printed in the order of the prompts.
     """
     requests = asked.requests()
-    method = find_method(asked.method or DEFAULT_METHOD)
+    methods = [find_method(name) for name in (asked.method or DEFAULT_METHOD, asked.compare) if name is not None]
     if asked.threads is not None:
         settings = settings.for_threads()
-    if method.draft == "none":
+    if all(method.draft == "none" for method in methods):
         settings = settings.replaced(draft=NONE)
-    cluster = LocalCluster(resolve_apart(settings))
-    method.check_needs(cluster.spec.draft is not None, cluster.spec.bita is not None)
+    cluster = local_cluster(settings)
+    for method in methods:
+        method.check_needs(cluster.spec.draft is not None, cluster.spec.bita is not None)
     with started(cluster) as client:
-        ask_and_show(client, requests, asked.json, asked.trace, asked.resumption)
+        ask_and_show(client, requests, asked, cluster.description)
+
+
+def local_cluster(settings: Settings, run_id: str | None = None) -> LocalCluster:
+    """A cluster with these settings. Shows which target it has if none is given. Raises UserError as ``resolve_apart``."""
+    settings, sentence = settings.for_answers()
+    cluster = LocalCluster(resolve_apart(settings), run_id)
+    show_sentence(sentence)
+    return cluster
 
 
 @contextmanager
@@ -91,23 +102,26 @@ def submit(
 
     Several prompts are answered together; their answers are printed in the order of the prompts, with --json one line for each.
     """
-    tenant = LOCAL_TENANT if shared_suffixes else None
-    requests = [replace(request, tenant=tenant) for request in asked.requests()]
-    ask_and_show(Client(place.find().connect()), requests, asked.json, asked.trace, asked.resumption)
+    requests = [replace(request, tenant=asked.tenant if shared_suffixes else None) for request in asked.requests()]
+    found = place.find()
+    scheduler = found.connect()
+    ask_and_show(Client(scheduler), requests, asked, lambda: RunHandle.of(scheduler, found.run_id).description)
 
 
 def ask_and_show(
-    client: Client, requests: Sequence[PromptRequest], as_json: bool, trace: Path | None, resumption: Resumption | None = None
+    client: Client, requests: Sequence[PromptRequest], asked: RequestFlags, description: Callable[[], RunDescription]
 ) -> None:
     """Submit the requests, stream their text (or print one JSON document for each), then print their metrics.
 
-    Raises UserError if a request was refused; of several, the others are answered and shown first. ``trace`` and ``resumption``
-    go with a single request.
+    Raises UserError if a request was refused; of several, the others are answered and shown first. ``description`` is called to
+    compare methods.
     """
     if len(requests) == 1:
-        _ask_one(client, requests[0], as_json, trace, resumption)
+        completion = _ask_one(client, requests[0], asked.json, asked.trace, asked.resumption)
+        if asked.compare is not None:
+            _compare(client, requests[0], completion, asked.compare, description())
         return
-    if as_json:
+    if asked.json:
         replies = client.ask_all(requests)
         for index, reply in enumerate(replies):
             shown = {"error": str(reply.error)} if reply.completion is None else reply.completion.as_dict()
@@ -145,7 +159,9 @@ class Pages:
                 write("".join(self._held[self._shown]))
 
 
-def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path | None, resumption: Resumption | None) -> None:
+def _ask_one(
+    client: Client, request: PromptRequest, as_json: bool, trace: Path | None, resumption: Resumption | None
+) -> Completion:
     if request.show_threads:
         with ThreadsView(console) as view:
             reply = client.follow(request, on_threads=view.update)
@@ -170,6 +186,33 @@ def _ask_one(client: Client, request: PromptRequest, as_json: bool, trace: Path 
         names |= {rank: f"rank {rank}: stage {rank}" for rank in range(1, completion.stages + 1)}
         write_trace(trace, reply.trace, names)
         console.print(f"Trace of {len(reply.trace)} tasks in {trace}: open it at https://ui.perfetto.dev")
+    return completion
+
+
+def _compare(client: Client, request: PromptRequest, completion: Completion, method: str, description: RunDescription) -> None:
+    """Answer a request again, by another method, and print both methods' times. Raises UserError if it is refused."""
+    sampling = replace(request.sampling, seed=completion.seed)
+    with console.status(f"The same prompt by {method}"):
+        other = client.ask(replace(request, method=method, options={}, sampling=sampling))
+    pair = [completion, other]
+    times: list[Any] = [1000 * (one.metrics.tpot_seconds or 0.0) for one in pair]
+    timesteps: list[Any] = [one.as_dict()["timesteps_per_token"] for one in pair]
+    columns = (Column(name, justify="right") for name in ("", "ms per token", "timesteps per token"))
+    table = Table(*columns, title=f"The same prompt by {method}", title_justify="left")
+    for one, ms, count in zip(pair, times, timesteps, strict=True):
+        table.add_row(one.method, f"{ms:.1f}", f"{count:.2f}")
+    table.add_row(
+        f"{method} / {completion.method}", *(f"{after / before:.2f}×" if before else "-" for before, after in (times, timesteps))
+    )
+    console.print(table)
+    if completion.token_ids != other.token_ids:
+        console.print("The two answers differ; in 16 bits that may be a near tie: see pipedec verify.", soft_wrap=True)
+    if len({rank.host for rank in description.ranks}) == 1 and all(rank.device == "cpu" for rank in description.ranks):
+        console.print(
+            "In a timestep every stage computes once. Here the draft and all stages share one machine's processor, so each waits "
+            "for the others; where every stage has a GPU of its own, the time follows the timesteps.",
+            soft_wrap=True,
+        )
 
 
 def many_metrics_table(replies: Sequence[Reply]) -> Table:

@@ -13,7 +13,7 @@ import click
 from msgspec import structs
 from rich.table import Table
 
-from pipedec.cli.answers import figures_table, metrics_table, shown_ms, started, write
+from pipedec.cli.answers import figures_table, local_cluster, metrics_table, shown_ms, started, write
 from pipedec.cli.options import (
     MethodName,
     MinP,
@@ -27,7 +27,6 @@ from pipedec.cli.options import (
 )
 from pipedec.cli.show import console
 from pipedec.client.chat import ChatAnswer, ClusterPartner, HttpPartner, Message, Partner
-from pipedec.cluster.local import LocalCluster, resolve_apart
 from pipedec.config import Settings, settings_options
 from pipedec.config.settings import OPTIONS
 from pipedec.core.errors import UserError
@@ -122,7 +121,7 @@ def _partner(settings: Settings, place: RunningFlags, asked: ChatFlags) -> Itera
         running = place.connect()
         yield ClusterPartner(running.client, running.description, request, asked.tokenizer)
         return
-    cluster = LocalCluster(resolve_apart(settings))
+    cluster = local_cluster(settings)
     with started(cluster) as client:
         yield ClusterPartner(client, cluster.description(), request, asked.tokenizer)
 

@@ -169,9 +169,15 @@ class RequestFlags(StructureFlags, _QuestionFlags):
     threads: Threads = None
     show_threads: Annotated[bool, Help("Show the threads side by side as they grow.")] = False
     resume: Annotated[Path | None, Help("Continue an answer: a completion that --json has printed.", "FILE")] = None
+    compare: Annotated[MethodName | None, Help("Answer by this method, too, and compare their times per token.")] = None
     json: Json = False
     trace: Annotated[Path | None, Help("Write a Chrome/Perfetto trace of every task.", "FILE")] = None
     options: dict[str, Any] = dataclass_field(default_factory=dict)
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose earlier answers may help: none where methods are compared, as the second would draft from the first's answer."""
+        return LOCAL_TENANT if self.compare is None else None
 
     @cached_property
     def resumption(self) -> Resumption | None:
@@ -189,6 +195,8 @@ class RequestFlags(StructureFlags, _QuestionFlags):
         texts = self._prompt_texts()
         if len(texts) > 1 and (self.show_threads or self.trace is not None):
             raise UserError(f"{len(texts)} prompts: --trace and --show-threads go with one")
+        if self.compare is not None and (len(texts) > 1 or self.json or self.trace is not None or self.show_threads):
+            raise UserError("--compare goes with one prompt, and without --json, --trace and --show-threads")
         if len(texts) > 1 and self.resume is not None:
             raise UserError(f"{len(texts)} prompts: --resume goes with one, the one that was answered")
         request = self._request() if self.resumption is None else self.resumption.resumed(self._request())
@@ -213,7 +221,7 @@ class RequestFlags(StructureFlags, _QuestionFlags):
             prompt="", raw=self.raw_prompt, method=self.method, options=self.options, trace=self.trace is not None,
             sampling=SamplingParams(**values | {"logit_bias": bias or None, "structured_outputs": structure}),
             threads=None if self.threads is None else load_dialect(self.threads).to_json(), show_threads=self.show_threads,
-            priority=self.priority, tenant=LOCAL_TENANT,
+            priority=self.priority, tenant=self.tenant,
         )  # fmt: skip
 
     def _prompt_texts(self) -> list[str]:

@@ -14,15 +14,16 @@ import click
 import uvloop
 from msgspec import Meta
 
+from pipedec.checkpoints.download import pinned
 from pipedec.cli.options import RunningFlags, refuse_flags, running_options
-from pipedec.cli.show import console
+from pipedec.cli.show import console, show_sentence
 from pipedec.client.run_handle import RunHandle
 from pipedec.cluster.place import RunAddress
 from pipedec.config import Settings, settings_options
 from pipedec.config.environment import optional_secret
-from pipedec.config.settings import OPTIONS
+from pipedec.config.settings import OPTIONS, Models
 from pipedec.core.errors import UserError
-from pipedec.directories import reference_pair, shipped_name
+from pipedec.directories import shipped_name
 from pipedec.flags import Help, options_of
 from pipedec.server.app import create_app
 from pipedec.server.defaults import sampling_defaults
@@ -132,29 +133,34 @@ def names(text: str, flag: str) -> tuple[str, ...]:
 def serve(settings: Settings, place: RunningFlags, http: HttpFlags) -> None:
     """Serve the OpenAI HTTP API.
 
-    Starts a cluster on this machine as `pipedec up` does, with the shipped pair unless --target names another model; or, with
-    --redis, --run or --running, serves one that is running. Any number of servers may serve the same cluster. SIGTERM or Ctrl-C
-    lets running answers finish; a second one ends them.
+    Starts a cluster on this machine as `pipedec up` does; or, with --redis, --run or --running, serves one that is running. Any
+    number of servers may serve the same cluster. SIGTERM or Ctrl-C lets running answers finish; a second one ends them.
     """
     if place.are_given:
         refuse_flags(OPTIONS, "a running cluster is served as it is: leave this out, or leave out --redis, --run and --running")
     http.check_certificate()
     keys = http.keys()
     backend: ClusterProcess | RunAddress
+    sentence = None
     if place.are_given:
         found = place.find()
         backend = RunAddress(found.redis_url, found.run_id)
         scheduler = found.connect()
         with scheduler.client:
             target = RunHandle.of(scheduler, found.run_id).description.target
+        named = pinned(Models(target=target))
     else:
-        backend = ClusterProcess(settings)
-        target = str(settings.models.target or reference_pair() / "target")
-    served, defaults = http.settings(keys, target), sampling_defaults(http.generation_config, target)
+        settings, sentence = settings.for_answers()
+        target = str(settings.models.target)
+        named = pinned(settings.models)
+        backend = ClusterProcess(settings.replaced(**named))
+    served = http.settings(keys, target)
+    defaults = sampling_defaults(http.generation_config, named.get("target", target))
     with http.listening() as listener, written_log(sys.stdout.fileno(), keys, http.log_format):
         url = http.url(listener)
         through = "" if http.uds is None else f" through the Unix socket {http.uds}"
         where = f"API  {url}/v1   chat  {url}/   live page  {url}/live{through}   loading {served.model_name}"
+        show_sentence(sentence)
         log("listening", text=where, url=url, model=served.model_name)
         log("sampling_defaults", source=defaults.source, **defaults.values, max_tokens=defaults.max_tokens)
         metrics = ServerMetrics(served.model_name)

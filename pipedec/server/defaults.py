@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from msgspec import Meta
 from pipedec.core.errors import UserError
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.values import value_of
+from pipedec.directories import shipped_part
 from pipedec.families import json_object
 from pipedec.gguf import model_files
 
@@ -35,14 +37,18 @@ def sampling_defaults(choice: str, target: str) -> SamplingDefaults:
     """The defaults that ``--generation-config`` asks for: the keys that vLLM takes, and ``do_sample: false`` as temperature 0.
 
     Args:
-        choice: ``auto`` for the target's, ``vllm`` for neutral ones, or a directory with a ``generation_config.json``.
+        choice: ``auto`` for the target's (those that are shipped for it, if it is a named one), ``vllm`` for neutral ones, or a
+            directory with a ``generation_config.json``.
         target: directory of the target, or a GGUF file; if it is on other machines only, the defaults are neutral.
 
     Raises UserError if there is no such directory or file, or a value in it is not allowed.
     """
     if choice == NEUTRAL:
         return SamplingDefaults()
-    path = (model_files(target) if choice == AUTO else Path(choice)) / _FILE
+    shipped = None
+    with suppress(UserError):  # the shipped models are not installed
+        shipped = shipped_part(target, _FILE) if choice == AUTO else None
+    path = shipped or (model_files(target) if choice == AUTO else Path(choice)) / _FILE
     if not path.is_file():
         if choice == AUTO:
             return SamplingDefaults()

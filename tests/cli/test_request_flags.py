@@ -72,6 +72,18 @@ def test_a_drawn_answer_comes_again_with_its_seed(pipedec: Calls, known_resident
     assert re.search(r"seed +│ +123456789", shown.err)
 
 
+def test_two_methods_are_compared_on_one_prompt(pipedec: Calls, known_resident: LocalCluster) -> None:
+    shown = pipedec(*ASKED[:-1], "--max-tokens", "8", "--compare", "pp").err
+    table = {name: float(count) for name, count in re.findall(r"│ +(p[\w /-]+?) │ +[\d.]+×? │ +([\d.]+)×? │", shown)}
+    stages = known_resident.topology.num_stages
+    assert table["pp"] == stages >= table["pipedec-bestfirst"]  # by a draft that is seldom right
+    assert table["pp / pipedec-bestfirst"] == pytest.approx(stages / table["pipedec-bestfirst"], rel=0.02)
+    assert "where every stage has a GPU of its own" in shown
+    for flags in (("--json",), ("--prompt", "Another")):
+        refused = pipedec(*ASKED[:-1], "--compare", "pp", *flags)
+        assert refused.status == 2 and "--compare goes with one prompt" in refused.err
+
+
 def test_a_repeated_answer_takes_fewer_timesteps_unless_it_is_off(pipedec: Calls, known_resident: LocalCluster) -> None:
     """A request with ``off`` neither uses earlier answers nor is kept for later ones."""
 

@@ -35,7 +35,7 @@ _MOST_TOKENS = 4
 @pytest.fixture(scope="module")
 def server(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With the name that the examples use, too."""
-    with serving(tmp_path_factory.mktemp("server"), pair, "--served-model-name", "reference-pair") as running:
+    with serving(tmp_path_factory.mktemp("server"), pair, "--served-model-name", "smollm2") as running:
         yield running
 
 

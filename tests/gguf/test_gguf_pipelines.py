@@ -70,6 +70,16 @@ def test_smollm2s_token_ids_are_llama_cpps_and_its_template_is_transformers(smol
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("smollm2")
+def test_smollm2_answers_where_no_target_is_given(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("PIPEDEC_TARGET")
+    with LLM(stages=2, device="cpu") as llm:
+        (answer,) = llm.chat([{"role": "user", "content": CONVERSATIONS[0]}], SamplingParams(max_tokens=16))
+    assert "Paris" in answer.text
+    assert "No target is given: SmolLM2-135M-Instruct answers." in caplog.messages
+
+
+@pytest.mark.slow
 def test_smollm2_says_what_transformers_reads_in_its_file(smollm2: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32).eval()
     tokenizer = load_tokenizer(Path("smollm2"))

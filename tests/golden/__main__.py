@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from golden.revision import ROOT, NoRecord, made_in, parts_of, worktree
 def main(parts: tuple[str, ...], check: bool, against: str | None, into: Path) -> None:
     """Make the record of behaviour, or some PARTS of it, and say what has changed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what is temporary goes
+    os.environ["PIPEDEC_TARGET"] = "reference-pair"  # of answers without --target
     chosen = parts or PARTS
     if against is not None:
         found = differences_from(against, chosen)

@@ -224,7 +224,8 @@ def state_directory() -> Iterator[dict[str, str]]:
     """The environment of all commands: clusters of their own, which no other cluster of this user meets."""
     with tempfile.TemporaryDirectory(prefix="gpu-day-", ignore_cleanup_errors=True) as directory:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
-        yield {"PIPEDEC_STATE_DIR": directory, "OMP_NUM_THREADS": threads, "COLUMNS": "140", "PYTHONUNBUFFERED": "1"}
+        own = {"PIPEDEC_STATE_DIR": directory, "PIPEDEC_TARGET": "reference-pair"}
+        yield {**own, "OMP_NUM_THREADS": threads, "COLUMNS": "140", "PYTHONUNBUFFERED": "1"}
 
 
 def write(path: Path, text: str) -> None:

@@ -72,6 +72,9 @@ def test_a_directory_or_neutral_ones_take_the_place_of_the_targets(tmp_path: Pat
 def test_shipped_targets_answer_greedily() -> None:
     for model in (reference_pair(), reference_threads()):
         assert sampling_defaults("auto", str(model / "target")).values["temperature"] == 0
+    assert sampling_defaults("auto", "reference-pair").values["temperature"] == 0
+    of_smollm2 = sampling_defaults("auto", "smollm2")
+    assert (of_smollm2.values["temperature"], of_smollm2.max_tokens) == (0, 512)
 
 
 @pytest.mark.parametrize(
