@@ -136,6 +136,7 @@ def test_what_another_run_does_with_a_quarter_is_left_out(tmp_path: Path) -> Non
         ("tests/support/tiny_pair.py", "support/shared_models.py", "sampling/test_noise.py"),
         ("tests/server/conftest.py", "server/test_listening.py", "sampling/test_noise.py"),
         ("docs/reliability-cases.md", "hostile/test_reliability_guide.py", "sampling/test_noise.py"),
+        ("launch/ray.py", "launch/test_ray.py", "sampling/test_noise.py"),
     ],
 )
 def test_a_change_is_reached_by_imports_helpers_and_names(changed: str, reached: str, others: str) -> None:

@@ -17,14 +17,14 @@ from typing import Annotated
 import click
 from rich.table import Column, Table
 
+from pipedec.cli.answers import local_cluster
 from pipedec.cli.options import ClusterFlags, cluster_options
-from pipedec.cli.show import Interrupts, console, loading_bars
-from pipedec.cluster.local import LocalCluster, resolve_apart
+from pipedec.cli.show import Interrupts, console, loading_bars, show_sentence
 from pipedec.cluster.logs import log_directory
 from pipedec.cluster.processes import die_with_parent
 from pipedec.cluster.state import DEFAULT_RUN, RunningCluster, check_unused, process_start, read_state, running_here
 from pipedec.cluster.supervisor import Supervisor
-from pipedec.config import Settings, settings_options
+from pipedec.config import RedisConfig, Settings, settings_options
 from pipedec.config.redis import redis_config
 from pipedec.core.errors import PipedecError, SchedulerLost, UserError
 from pipedec.flags import Help, own_options
@@ -63,8 +63,9 @@ def up(
     check_unused(run_id)
     if detach:
         detach_cluster(run_id)
+        show_sentence(settings.for_answers()[1])
         return
-    cluster = LocalCluster(resolve_apart(settings.replaced(redis=server)), run_id)
+    cluster = local_cluster(settings.replaced(redis=server), run_id)
     serve_cluster(cluster, {f"{len(cluster.topology.ranks)} ranks": cluster.topology.ranks}, for_parent)
 
 
@@ -75,6 +76,10 @@ def _announce(running: RunningCluster, description: RunDescription) -> None:
     models = f"target {description.target}, draft {description.draft or 'none'}"
     console.print(f"{stages} stages in {groups} groups, {models}.", soft_wrap=True)
     console.print(f"The logs of each host's ranks are in {log_directory(running.run_id)} there.", soft_wrap=True)
+    if not (redis := RedisConfig(running.redis_url)).is_here:
+        names = f"--redis {redis.url} --run {running.run_id}"
+        password = ", with the password in PIPEDEC_REDIS_PASSWORD" if redis.password else ""
+        console.print(f"On other hosts: pipedec submit {names} --prompt …, or pipedec serve {names}{password}.", soft_wrap=True)
     console.print(f"Cluster {running.run_id} is up. Next: pipedec submit --prompt …; stop it with pipedec down.", soft_wrap=True)
 
 
@@ -145,7 +150,8 @@ def detach_cluster(run_id: str) -> None:
         process.terminate()
         process.wait()
         raise
-    console.print(f"Cluster {state.run_id} is up (process {process.pid}, log {log_path}). Stop it with pipedec down.")
+    line = f"Cluster {state.run_id} is up (process {process.pid}, log {log_path}). Stop it with pipedec down."
+    console.print(line, soft_wrap=True)
 
 
 @click.command()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, RankProcesses, killed_ranks
+from pipedec.cluster.processes import ABORTED, LOST_ANOTHER, WatchedRanks, killed_ranks
 from pipedec.cluster.spares import Spares
 from pipedec.cluster.stalls import find_stall, stall_limit
 from pipedec.config.settings import Cluster
@@ -38,7 +38,7 @@ class WatchedHost:
     """The host of a watch."""
 
     node: str  # its name in ``Supervision.places``
-    processes: RankProcesses  # its ranks
+    processes: WatchedRanks  # its ranks
     start_rank: Callable[[int], None]  # starts the process of a rank here, for the first time or again
     keep_redis: Callable[[], None] | None = None  # called at every turn; restarts Redis if it has died; None if not started here
     on_recovery: Callable[[Recovery], None] = lambda recovery: None  # called with every recovery when it is over
@@ -241,10 +241,8 @@ class HostWatch:
             self._reasons.pop(rank, None)
             self._started[rank] = time.monotonic()
             self._host.start_rank(rank)
-            logger.warning(
-                "started %s again, process %d; %d of %d restarts within %.0f s",
-                rank_name(rank), self._processes.pids[rank], len(self._restarts), settings.max_restarts, settings.restart_window,
-            )  # fmt: skip
+            restarts = len(self._restarts), settings.max_restarts, settings.restart_window
+            logger.warning("started %s again; %d of %d restarts within %.0f s", rank_name(rank), *restarts)
 
     def _give_up(self, look: Supervision, lost: Sequence[int], cause: int) -> None:
         """Give ranks that are no longer replaced here to other hosts. Raises RankLost if there are none."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import urlsplit
 
 from msgspec import structs
 
@@ -26,19 +25,20 @@ from pipedec.checkpoints import (
     has_weights,
     part_digests,
 )
+from pipedec.checkpoints.download import pinned
 from pipedec.cluster.node_run import LaunchedRun
 from pipedec.cluster.nodes import Nodes
 from pipedec.cluster.supervisor import StartProgress, Supervisor
+from pipedec.cluster.watched import check_reachable
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.cluster import cluster_to_json
+from pipedec.config.settings import Models
 from pipedec.core.errors import PipedecError, RankLost, SchedulerLost, UserError
 from pipedec.families import is_known
 from pipedec.gguf import is_named, located, model_files
 from pipedec.plan.files import checkpoints_of
 from pipedec.plan.placement import rank_places, spare_places
 from pipedec.topology import Topology, rank_name
-
-_THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
 
 TURN_SECONDS = 1.0  # the longest wait without a check
 REPORT_SECONDS = 15.0  # after rank 0 reports that all are ready, for earlier reports of the others to arrive
@@ -81,11 +81,11 @@ class LaunchedCluster(Supervisor):
         self._listed: TensorDigests | None = None  # here, if there are several hosts, which may have different weights
         self._digests: dict[int, TensorDigests] = {}  # digests that ranks have reported
         self._announced = 0  # the last epoch that was passed to ``on_recovery``
+        self._progress: StartProgress = lambda rank, what, done, total: None
 
     def _open_redis(self) -> str:
         models, wanted = checkpoints_of(self.config), self.config.redis
-        if wanted.url is not None and len(self.nodes.hosts) > 1 and urlsplit(wanted.url).hostname in _THIS_MACHINE:
-            raise UserError(f"redis: {wanted.url} is another server on each host: give an address that all hosts reach")
+        check_reachable(wanted, self.nodes.hosts[1:])
         hosts = {place.host for place in (*self.places, *self.spares)}
         self._listed, self._digests = listed_weights(models) if len(hosts) > 1 else None, {}
         if self._log_path is not None:
@@ -105,7 +105,11 @@ class LaunchedCluster(Supervisor):
             redis_host=self.redis_host,
             num_spares=len(self.spares),
         )
-        self.nodes.start(run)
+        self.nodes.start(run, self._show_download)
+
+    def _show_download(self, host: str, done: int, total: int) -> None:
+        if ranks := self.nodes.ranks_on(host):
+            self._progress(ranks[0], "downloading", done, total)
 
     def _start(self, progress: StartProgress | None) -> None:
         def note(rank: int, what: str, done: Any, total: int) -> None:
@@ -114,6 +118,7 @@ class LaunchedCluster(Supervisor):
             elif progress is not None:
                 progress(rank, what, done, total)
 
+        self._progress = note
         super()._start(note)
         known: dict[str, dict[str, str]] = {}
         if self._listed is not None:
@@ -209,7 +214,14 @@ def proved_one(reported: Iterable[tuple[str, TensorDigests]], listed: TensorDige
 
 
 def for_hosts(config: ClusterConfig) -> ClusterConfig:
-    """With absolute paths of checkpoints, as ranks do not run in this process's directory."""
-    named = {key: getattr(config.settings.models, key) for key in ("target", "draft", "bita")}
+    """With the models as all hosts find them; what describes those on the hub is downloaded, for the plan. Raises as that."""
+    return config.for_partition(given=models_for_hosts(config.settings.models))
+
+
+def models_for_hosts(models: Models) -> dict[str, str]:
+    """Files and directories by their absolute paths, as ranks do not run in this process's directory, and models on the hub with
+    their commits, the same on all hosts; by key. Raises as ``pinned``.
+    """
+    named = {key: getattr(models, key) for key in ("target", "draft", "bita")}
     files = {key: model for key, model in named.items() if model not in (None, NONE) and not (is_known(model) or is_named(model))}
-    return config.for_partition(given={key: str(Path(model).absolute()) for key, model in files.items()})
+    return {key: str(Path(model).absolute()) for key, model in files.items()} | pinned(models)

@@ -19,7 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from pipedec.core.errors import PipedecError
 
@@ -36,6 +36,31 @@ _END_SECONDS = 10.0
 _SOCKET_NAME_BYTES = len("/pymp-XXXXXXXX/listener-XXXXXXXX\0")  # what multiprocessing appends to the temporary directory
 _SOCKET_PATH_BYTES = 104  # sockaddr_un.sun_path on macOS; Linux has 108
 _SHORT_DIRECTORY = "/tmp"
+
+
+class WatchedRanks(Protocol):
+    """The processes of several ranks, as their watch sees them: those of ``RankProcesses``, or ones that others start."""
+
+    @property
+    def pids(self) -> dict[int, int]: ...
+
+    @property
+    def alive(self) -> list[int]: ...
+
+    @property
+    def exit_statuses(self) -> dict[int, int]: ...
+
+    def wait(self, seconds: float) -> None: ...
+
+    def read(self, seconds: float) -> list[tuple[int, Any]]: ...
+
+    def describe_end(self, rank: int) -> str: ...
+
+    def end(self, rank: int) -> None: ...
+
+    def forget(self, rank: int) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class RankProcesses:
@@ -73,6 +98,10 @@ class RankProcesses:
     def exit_statuses(self) -> dict[int, int]:
         """Exit statuses of the ranks that have ended; -N means killed by signal N."""
         return {rank: status for rank, process in self._processes.items() if (status := process.exitcode) is not None}
+
+    def wait(self, seconds: float) -> None:
+        """Wait up to ``seconds`` until a rank reports or ends."""
+        wait(self.waitables(self.alive), timeout=seconds)
 
     def read(self, seconds: float) -> list[tuple[int, Any]]:
         """Wait up to ``seconds`` for reports: one per rank that sent any, None from a rank whose pipe has just ended."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self
 
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import RunAddress
-from pipedec.cluster.processes import LOST_ANOTHER, RankProcesses, killed_ranks
+from pipedec.cluster.processes import LOST_ANOTHER, WatchedRanks, killed_ranks
 from pipedec.core.errors import PipedecError, RankLost, SchedulerLost
 from pipedec.messages.run import RunDescription
 from pipedec.messages.stats import Recovery
@@ -41,7 +41,7 @@ class Supervisor(ABC):
 
     outlives_supervisor = False
 
-    def __init__(self, topology: Topology, run_id: str, ranks: RankProcesses | Nodes) -> None:
+    def __init__(self, topology: Topology, run_id: str, ranks: WatchedRanks | Nodes) -> None:
         self.topology = topology
         self.run_id = run_id
         self.scheduler: ClientScheduler | None = None

@@ -11,6 +11,8 @@ from msgspec import Meta
 
 from pipedec.core.errors import BadValue, UserError
 
+_THIS_MACHINE = (None, "localhost", "127.0.0.1", "::1")  # as hosts of a URL; None for a Unix socket
+
 
 @dataclass(frozen=True)
 class RedisConfig:
@@ -54,6 +56,11 @@ class RedisConfig:
         object.__setattr__(self, "url", f"{scheme}://{user}{at * bool(user)}{address}{path}")
         object.__setattr__(self, "password", unquote(password) if password else self.password or None)
         object.__setattr__(self, "tls", scheme == "rediss")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the URL names this machine, so that it is another server on each host."""
+        return self.url is not None and urlsplit(self.url).hostname in _THIS_MACHINE
 
     @property
     def connection_url(self) -> str | None:

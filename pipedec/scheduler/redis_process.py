@@ -110,7 +110,11 @@ class EmbeddedRedis:
     @property
     def url(self) -> str:
         """``redis://:password@127.0.0.1:port/0``. Contains the password: pass it to ranks, never print it."""
-        return f"redis://:{quote(self._password, safe='')}@{LOOPBACK}:{self.port}/0"
+        return self.url_at(LOOPBACK)
+
+    def url_at(self, host: str) -> str:
+        """The URL with another name or address of this machine."""
+        return f"redis://:{quote(self._password, safe='')}@{f'[{host}]' if ':' in host else host}:{self.port}/0"
 
     @property
     def address(self) -> str:
@@ -187,7 +191,7 @@ class EmbeddedRedis:
         last_line = ""
         for _ in range(_ATTEMPTS if self._given_port is None else 1):
             if self._given_port is None:
-                self.port = _free_port()
+                self.port = free_port()
             else:
                 self.port = self._given_port
                 self._check_port()
@@ -254,7 +258,7 @@ def _directory_until_death() -> tuple[Path, subprocess.Popen[bytes]]:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A free port, if possible below those that the kernel assigns to connections and to listeners without a port of their own.
     So if the server dies, none of them takes its port before it is started again. (One would be a client that reconnects: with an
     ephemeral port, one in thousands of attempts to connect to it connects to itself.)

@@ -53,6 +53,7 @@ def test_stages_beside_rank_0_without_a_draft_have_a_gpu_each(pair: Pair) -> Non
         (False, 2, range(2, 4), "nccl"),  # a host without rank 0: all of its ranks are stages
         (False, 1, range(2, 4), "gloo"),
         (False, 0, range(2, 4), "gloo"),
+        (True, 1, range(2, 3), "nccl"),  # a rank that sees only its own GPU, as in an actor of Ray
     ],
 )
 def test_all_stages_of_a_host_choose_the_same_transport(

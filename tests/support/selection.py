@@ -89,8 +89,9 @@ class Reach:
         changed = [root / path for path in files]
         self._changed_tests = {path for path in changed if self._tests in path.parents}
         self._changed_modules = set(self._modules_that_changed(root, changed))
-        # Documents, settings and records are reached by the test files that name them.
-        self._named = {path.name for path in changed if path.suffix != ".py"}
+        # Documents, settings, records and scripts are reached by the test files that name them.
+        scripts = root / "launch"
+        self._named = {path.name for path in changed if path.suffix != ".py" or path.parent == scripts}
         self._is_script_changed = any(path.startswith(SCRIPTS) for path in files)
         # A module is found again by every module that imports it, however indirectly.
         found = (self._graph.find_downstream_modules(module) for module in self._changed_modules)
