@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from pipedec.cluster.place import RankPlace
 from pipedec.cluster.processes import FAILED, LOST_ANOTHER, leave
 from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerInterrupted, SchedulerLost, UserError
 from pipedec.engine.activity import Activity
-from pipedec.scheduler import BaseScheduler, RankScheduler, SupervisorScheduler
+from pipedec.scheduler import BaseScheduler, RankScheduler, RunStatus, SupervisorScheduler
 from pipedec.scheduler.scripts import LEASE_MS
 from pipedec.topology import Topology, rank_name
 
@@ -213,16 +214,16 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError) -> int:
     raise RankLost(message)
 
 
-def claim_run(scheduler: SupervisorScheduler) -> None:
-    """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left. To be called
-    before the ranks meet and write any key. Raises UserError if a run of this name is up.
+def claim_run(scheduler: SupervisorScheduler, goes_on: Callable[[RunStatus], bool] = lambda status: False) -> None:
+    """Make sure that no other ranks serve under this run's name, and delete the keys that a dead run has left, unless that
+    ``goes_on``. To be called before the ranks meet and write any key. Raises UserError if a run of this name is up.
     """
     deadline = time.monotonic() + LEASE_MS / 1000 + LEASE_RENEWAL_SECONDS
     while True:
         stages = max([scheduler.topology.num_stages, *scheduler.members()])  # a run that is up may have more ranks than ours
         run = BaseScheduler(scheduler.client, scheduler.run_id, Topology.even(stages, 1))
-        if not run.status().alive:
-            return run.clear()
+        if not (status := run.status()).alive:
+            return None if goes_on(status) else run.clear()
         if time.monotonic() > deadline:  # these are not just the last leases of dead ranks
             name = scheduler.run_id
             raise UserError(f"a run named {name!r} is already up on that Redis: stop it, or give another --run NAME")

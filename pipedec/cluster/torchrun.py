@@ -9,13 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 
+from pipedec.checkpoints.download import pinned
 from pipedec.cluster.entry import run_rank
 from pipedec.cluster.lease import claim_run
 from pipedec.cluster.place import RankPlace, RunAddress, checked_host
@@ -28,7 +30,7 @@ from pipedec.core.errors import PipedecError, RankLost, UserError
 from pipedec.flags import Help, options_of
 from pipedec.messages.run import RankDescription
 from pipedec.plan.placement import rank_places
-from pipedec.scheduler import SupervisorScheduler
+from pipedec.scheduler import RunStatus, SupervisorScheduler, read_description
 from pipedec.topology import Topology, rank_name
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def run(arguments: list[str]) -> int:
         from pipedec.transport.rendezvous import MEETING_SECONDS, store_from_environment
 
         store = store_from_environment(MEETING_SECONDS)
-        _claim(job.place, job.address.scheduler(SupervisorScheduler, job.topology), store)
+        _claim(job, job.address.scheduler(SupervisorScheduler, job.topology), store)
     except PipedecError as error:
         print(f"pipedec: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 1
@@ -76,23 +78,33 @@ def run(arguments: list[str]) -> int:
     return run_rank(job.place, job.topology, job.spec, job.address, report, describe)
 
 
-def _claim(place: RankPlace, scheduler: SupervisorScheduler, store: Store) -> None:
-    """Rank 0 claims the run's name, which deletes what a dead run has left; the others wait for that.
+def _claim(job: TorchrunJob, scheduler: SupervisorScheduler, store: Store) -> None:
+    """Rank 0 claims the run's name, which deletes what a dead run has left unless that goes on; the others wait for that.
 
-    Ranks that torchrun has started again continue the run that they served before: its requests are in Redis.
+    Ranks that have been started again, by torchrun or by what starts torchrun, continue the run: its requests are in Redis.
     """
     from pipedec.transport.rendezvous import MEETING_SECONDS, wait_for_key
 
     claimed = f"{_CLAIMED}/{_restarts()}"  # torchrun's store may last longer than the ranks
-    if place.rank == 0:
-        if _restarts() == 0 or (epoch := scheduler.current_epoch()) is None:
-            claim_run(scheduler)
-        else:
+    if job.place.rank == 0:
+        if _restarts() == 0 or scheduler.current_epoch() is None:
+            claim_run(scheduler, partial(_goes_on, job, scheduler))
+        if (epoch := scheduler.current_epoch()) is not None:
             scheduler.enter(epoch)
-            scheduler.recover(scheduler.topology.ranks, "a rank was lost, and torchrun has started all of them again")
+            scheduler.recover(scheduler.topology.ranks, "a rank was lost, and all of them have been started again")
         store.set(claimed, "yes")
     elif not wait_for_key(store, claimed, MEETING_SECONDS):
         raise RankLost("rank 0 (draft) ended before the ranks could meet: see what it says")
+
+
+def _goes_on(job: TorchrunJob, scheduler: SupervisorScheduler, status: RunStatus) -> bool:
+    """Whether the run in Redis is one that losses do not end, with the settings of ``job``."""
+    if status.state != "up" or status.failure is not None or not status.recovers:
+        return False
+    with suppress(PipedecError):  # of another version; a mistake in the settings is reported when the rank starts
+        run = read_description(scheduler.client, scheduler.run_id)
+        return run is not None and run.settings == job.spec().settings
+    return False
 
 
 def _restarts(count: str = "RESTART_COUNT") -> int:
@@ -164,7 +176,9 @@ class TorchrunJob:
             checked_host(self.place, rank_places(self.config), self.config.servers)  # before torch is loaded
         from pipedec.engine.build import resolve, resolve_partition
 
-        return resolve(self.settings, in_parts=True) if self.config is None else resolve_partition(self.config)
+        if self.config is None:
+            return resolve(self.settings, in_parts=True)
+        return resolve_partition(self.config.for_partition(given=pinned(self.settings.models)))
 
 
 @click.command(help=__doc__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import redis
+from support.hub_server import running_hub
 from support.processes import wait_until
 from support.tiny_pair import CONTEXT, TARGET_LAYERS, Pair
 from transformers import PreTrainedTokenizerBase
@@ -78,6 +80,13 @@ class Agents:
     def statuses(self, seconds: float) -> list[int]:
         return [process.wait(seconds) for process in self.processes]
 
+    def kill(self) -> None:
+        """Kill the agents, with which their ranks die."""
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        self.processes.clear()
+
     def output(self) -> str:
         return "".join((self.logs / f"{node}.log").read_text() for node in range(len(self.processes)))
 
@@ -104,10 +113,7 @@ def agents(tmp_path: Path, state_directory: Path) -> Iterator[Agents]:
     with EmbeddedRedis() as server, connect(server.url) as client:
         made = Agents(server, client, tmp_path)
         yield made
-        for process in made.processes:
-            if process.poll() is None:
-                process.kill()  # its ranks die with it
-            process.wait(10)
+        made.kill()
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -132,6 +138,42 @@ def test_an_answer_goes_on_after_torchrun_has_started_all_ranks_again(
     assert scheduler.status().num_recoveries > 0
     scheduler.stop()
     assert agents.statuses(60) == [0, 0], agents.output()
+
+
+@pytest.mark.slow
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("has_file", [False, True])
+def test_ranks_download_their_parts_from_a_hub(
+    agents: Agents, pair: Pair, tmp_path: Path, reference: Reference, tokenizer: PreTrainedTokenizerBase, has_file: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for name in ("target", "draft"):
+        shutil.copytree(getattr(pair, name), tmp_path / "hub" / "acme" / name)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with running_hub(tmp_path / "hub") as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        flags = ["--stages", "3", "--target", "acme/target", "--draft", "acme/draft"]
+        if has_file:
+            config = write_config(tmp_path / "cluster.yaml", "acme/target", "acme/draft", agents.server.url, "float32")
+            flags = ["--config", str(config), "--partition", "trio"]
+        agents.start(*flags, "--device", "cpu")
+        scheduler = agents.wait_until_up().connect()
+        answered = Client(scheduler).ask(PromptRequest("Hello", True, None, SamplingParams(max_tokens=20, ignore_eos=True)))
+    assert answered.token_ids == reference.generate(tokenizer("Hello")["input_ids"], 20, ignore_eos=True)
+    assert len(hub.served) == 2  # once each, though three stages read the target
+    scheduler.stop()
+    assert agents.statuses(60) == [0, 0], agents.output()
+
+
+@pytest.mark.failure_case("M12")
+def test_a_job_that_was_killed_goes_on_when_it_is_started_again_with_the_same_settings(agents: Agents, pair: Pair) -> None:
+    same, other = ("--stages", "3", *pair.flags), ("--stages", "3", *pair.flags, "--max-model-len", "50")
+    for flags, num_recoveries in ((same, 0), (same, 1), (other, 0)):
+        agents.start(*flags, restarts=2)
+        assert wait_until(lambda: "the cluster takes requests" in agents.output(), START_SECONDS), agents.output()
+        scheduler = RunningCluster(agents.server.url, "two-hosts").connect()
+        assert scheduler.status().num_recoveries == num_recoveries
+        agents.kill()
 
 
 @pytest.mark.slow
