@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any
 
+import click
 import pytest
+from support.programs import caller
 
 from pipedec.cli.cluster import serve_cluster
 from pipedec.cli.show import Interrupts, console
@@ -22,6 +25,7 @@ from pipedec.cluster.state import RunningCluster
 from pipedec.config import ServerConfig
 from pipedec.config.cluster import LaunchConfig
 from pipedec.core.errors import PipedecError
+from pipedec.flags import run_command
 from pipedec.messages.stats import Recovery
 
 
@@ -102,6 +106,17 @@ def test_a_command_whose_output_cannot_be_written_says_so(full: IO[str]) -> None
     plan = [sys.executable, "-m", "pipedec.cli", "plan", str(ROOT / "cluster.yaml")]
     ended = subprocess.run(plan, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (1, "pipedec: output: No space left on device\n")
+
+
+@pytest.mark.failure_case("M25")
+def test_without_temporary_files_one_line_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)  # as in a container with nothing but its read-only root
+    command = click.Command("anything", callback=tempfile.mkdtemp)
+    said = caller(lambda: run_command(command), monkeypatch, capsys)().refused(1)
+    assert said.startswith("No usable temporary directory found in []: set TMPDIR ")
 
 
 @pytest.mark.failure_case("M11")
