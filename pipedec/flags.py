@@ -8,9 +8,11 @@ checked as those of files are (``core.values``). Knows click, but no command and
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import io
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -20,6 +22,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from pipedec.core.errors import BadValue, PipedecError, UserError
 from pipedec.core.values import choices, members, range_of, value_of
@@ -126,7 +129,7 @@ def option(name: str, hint: Any, note: Help, default: Any) -> Option:
     else:
         settings |= {"default": default, "show_default": default not in (None, ()) and not callable(default)}
     settings |= {"multiple": note.repeated, "envvar": note.variables or None, "metavar": note.metavar or usual}
-    return click.option(*names, type=_Value(one), cls=_RangedOption, **settings)
+    return click.option(*names, type=_Value(one), cls=_ShownOption, **settings)
 
 
 def flag_name(name: str) -> str:
@@ -164,6 +167,8 @@ def run_command(command: click.Command) -> NoReturn:
         sys.stderr.close()
         sys.exit(1)
     except OSError as error:
+        if error.errno == errno.ENOENT and error.filename is None:  # tempfile's
+            _leave(f"{error.strerror}: set TMPDIR to a directory that can be written to, in a container to a tmpfs", 1)
         _leave(f"{error.filename or 'output'}: {error.strerror}", 1)
 
 
@@ -195,13 +200,23 @@ def _truth_option(names: list[str], note: Help, default: bool, settings: dict[st
     return click.option(names[0], flag, flag_value=not default, is_flag=True, default=default, **settings)
 
 
-class _RangedOption(click.Option):
-    """An option whose help has the range of its number."""
+class _ShownOption(click.Option):
+    """An option whose help has the range of its number, and whose values a shell completes from its metavar."""
 
     def get_help_extra(self, ctx: click.Context) -> click.types.OptionHelpExtra:
         extra = super().get_help_extra(ctx)
         assert isinstance(self.type, _Value)
         return extra | {"range": words} if (words := range_of(self.type.hint)) else extra
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The words of a metavar like ``DIR|none`` or ``[auto|cpu]``, in a list after its last comma; paths for DIR and FILE."""
+        parts = re.split(r"[][|,…]+", self.metavar or "")
+        begun, comma, last = incomplete.rpartition(",")
+        words = [word for word in parts if re.fullmatch(r"[a-z][\w-]*", word) and word.startswith(last)]
+        kind = "file" if {"FILE", "PATH"} & {*parts} else "dir" if "DIR" in parts else None
+        if kind is not None and (not incomplete or not words):
+            return [CompletionItem(incomplete, type=kind)]
+        return [CompletionItem(f"{begun}{comma}{word}") for word in words]
 
 
 class _Value(click.ParamType):

@@ -21,9 +21,8 @@ import psutil
 import torch
 
 from pipedec import __version__
-from pipedec.config.environment import usable_cpus
+from pipedec.config.environment import processor_name, usable_cpus
 from pipedec.core.errors import UserError
-from pipedec.engine.devices import processor_name
 
 Row = dict[str, Any]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from pipedec import __version__
 from pipedec.core.errors import UserError
@@ -27,10 +28,12 @@ COMMANDS = {
     "top": ("pipedec.cli.top", "Watch a running cluster in this terminal."),
     "down": ("pipedec.cli.cluster", "Stop a running cluster."),
     "doctor": ("pipedec.cli.doctor", "Examine this host, or all hosts of a cluster.yaml."),
+    "env": ("pipedec.cli.env", "Show what a report of a fault needs: versions, machine, directories, variables."),
     "plan": ("pipedec.cli.launch", "Show layers, memory and expected times of a cluster.yaml."),
     "verify": ("pipedec.cli.verify", "Check that the pipeline generates the same tokens as transformers."),
     "bench": ("pipedec.cli.benchmarks", "Run benchmarks."),
     "train": ("pipedec.cli.main", "Train draft models and BiTA prompts."),
+    "completion": ("pipedec.cli.completion", "Print the script that lets a shell complete commands and options."),
 }
 TRAIN_COMMANDS = {
     "draft": ("pipedec.cli.train", "Train a draft for a target, on the target's own greedy answers."),
@@ -81,6 +84,11 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in self._commands.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands by their names, without importing them; the group's options after a hyphen."""
+        named = [(name, line) for name, (_, line) in self._commands.items() if name.startswith(incomplete)]
+        return [CompletionItem(name, help=line) for name, line in named] or click.Command.shell_complete(self, ctx, incomplete)
 
 
 def moved_command(name: str) -> click.Command | None:

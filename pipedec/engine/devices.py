@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -50,14 +48,6 @@ def arithmetic_of(device: torch.device) -> Arithmetic:
     indices = range(torch.cuda.device_count()) if device.index is None else [device.index]
     capabilities = [torch.cuda.get_device_capability(index) for index in indices]
     return Arithmetic(is_gpu=True, has_bfloat16=all(one >= _BFLOAT16_CAPABILITY for one in capabilities))
-
-
-def processor_name() -> str:
-    """The name of this machine's processor."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text(encoding="utf-8").splitlines() if information.is_file() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.processor() or platform.machine()
 
 
 def limit_threads(processes: int = 1) -> None:

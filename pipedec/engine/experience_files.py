@@ -24,14 +24,13 @@ import msgspec
 import torch
 
 from pipedec.checkpoints import config_digest, fingerprint
-from pipedec.config.environment import usable_cpus
+from pipedec.config.environment import processor_name, usable_cpus
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD
 from pipedec.decoding import Experience
 from pipedec.decoding.learned import NOTHING_LEARNED, LearnedAcceptance, LearnedCosts
 from pipedec.directories import cache_directory
 from pipedec.engine.build import weights_on
-from pipedec.engine.devices import processor_name
 from pipedec.plan.spec import PipelineSpec
 
 SHIPPED_FILE = "acceptance.json"  # beside the weights of a draft

@@ -31,7 +31,7 @@ def refused(site: Site, body: Any, path: str = COMPLETIONS, status: int = 400) -
 
 @pytest.mark.failure_case("H1")
 def test_a_body_that_is_not_json_is_refused_with_the_offset(site: Site) -> None:
-    error = refused(site, b'{"prompt": "hello", }')
+    error = refused(site, b'{"prompt": "hello", 1}')
     assert error["type"] == "BadRequestError" and error["message"].endswith("at character 20")
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pynvml
 
 from pipedec.cluster.doctor.findings import Finding, first_line, gib, note, ok, problem
 from pipedec.cluster.doctor.needs import GpuNeed
+from pipedec.cluster.processes import describe_exit
 
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}  # oldest driver by the major version of CUDA
 TORCH_INDEX = "https://download.pytorch.org/whl"
+ANSWER_SECONDS = 60.0  # for torch to be imported and the driver to answer
 MOSTLY_FREE = 0.9  # share of the memory; a desktop may use the rest
 
 
@@ -45,6 +50,7 @@ class GpuFacts:
     error: str | None = None  # why torch cannot use the GPUs; None if it can
     nccl: str | None = None  # version of NCCL in torch; None without it
     driver_error: str | None = None  # why the driver lists no GPUs, if it is installed
+    cpu_capability: str | None = None  # the instructions with which torch computes on the CPU; None if it cannot be imported
 
 
 def _is_limited(gpu: Gpu) -> bool:
@@ -76,11 +82,11 @@ def gpu_facts() -> GpuFacts:
         pass
     except pynvml.NVMLError as error:
         driver_error = first_line(error)
-    cuda, nccl, torch_error, usable = None, None, None, tuple[Gpu, ...]()
+    cuda, nccl, torch_error, cpu_capability, usable = None, None, None, None, tuple[Gpu, ...]()
     try:
         import torch
 
-        cuda = torch.version.cuda
+        cuda, cpu_capability = torch.version.cuda, torch.backends.cpu.get_cpu_capability()
         if cuda is not None:
             with suppress(AttributeError):  # a build without NCCL
                 nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -93,7 +99,23 @@ def gpu_facts() -> GpuFacts:
             )
     except Exception as error:  # a torch that cannot be imported, a driver that is too old
         torch_error = first_line(error)
-    return GpuFacts(driver, tuple(listed.values()) or usable, usable, cuda, torch_error, nccl, driver_error)
+    return GpuFacts(driver, tuple(listed.values()) or usable, usable, cuda, torch_error, nccl, driver_error, cpu_capability)
+
+
+def gpu_facts_apart(seconds: float = ANSWER_SECONDS) -> GpuFacts:
+    """As ``gpu_facts``, by a process of its own. If that crashes, or has no answer in time, ``error`` says so."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        out, err = process.communicate(timeout=seconds)
+        return msgspec.json.decode(out.splitlines()[-1], type=GpuFacts)
+    except subprocess.TimeoutExpired:
+        process.kill()  # and not waited for: in the driver it may be beyond reach
+        return GpuFacts(error=f"torch and the driver have not answered within {seconds:g} s")
+    except (IndexError, msgspec.MsgspecError):
+        reason = "".join(f": {line}" for line in err.decode(errors="replace").strip().splitlines()[-1:])
+        return GpuFacts(error=f"a process that imports torch {describe_exit(process.returncode)}{reason}")
 
 
 def _listed(handle: Any) -> Gpu:
@@ -198,3 +220,7 @@ def _compute_mode(gpus: Sequence[Gpu], needs: Mapping[int, GpuNeed]) -> list[Fin
 def _major(version: str | None) -> int:
     number = (version or "").partition(".")[0]
     return int(number) if number.isdecimal() else 0
+
+
+if __name__ == "__main__":
+    print(msgspec.json.encode(gpu_facts()).decode())
