@@ -9,14 +9,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "pipedec"
 CLIENTS = [
-    "pipedec", *(f"pipedec.cli.{name}" for name in ("main", "answers", "cluster", "launch", "serve", "top")),
+    "pipedec", *(f"pipedec.cli.{name}" for name in ("main", "answers", "cluster", "env", "launch", "serve", "top")),
     *(f"pipedec.cluster.{name}" for name in ("launched", "node", "torchrun", "distribution", "survey", "doctor.comparison")),
     "pipedec.methods",
     *(f"pipedec.{side}.{path.stem}" for side in ("client", "server") for path in sorted((PACKAGE / side).glob("*.py"))),
 ]  # fmt: skip
 COMMANDS = [
-    "", "generate", "chat", "up", "launch", "node", "serve", "submit", "status", "top", "down", "doctor", "plan", "verify",
-    "bench", "train", "distribute",
+    "", "generate", "chat", "up", "launch", "node", "serve", "submit", "status", "top", "down", "doctor", "env", "plan",
+    "verify", "bench", "train", "distribute", "completion",
 ]  # fmt: skip
 
 

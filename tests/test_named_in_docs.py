@@ -23,11 +23,12 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*
 OURS = ("py", "lua", "md", "toml", "yaml", "sbatch")  # suffixes of files
 USERS = ("json", "jsonl", "gz", "log", "part", "safetensors", "jinja", "model")
 OTHERS = {
-    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "TMPDIR", "EnvironmentFile", "LimitNOFILE", "TimeoutStopSec", "taskset",
+    "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "TMPDIR", "LimitNOFILE", "TimeoutStopSec", "taskset",
     "proc", "XREAD", "BLPOP", "PIPEDEC", "everysec", "cudaStreamSynchronize", "Default", "Exclusive_Process",
     "--nnodes", "--node-rank",
     "--hypothesis-profile=random --hypothesis-seed=7",
     "gpu-day/REVISION-cuda/report.md", "STATE/logs/RUN/", "learned/", "summary.md",  # what users get
+    "HF_HOME", "ORG/MODEL",
     "_bytes", "_ms", "readme", "--max-seqs N",  # parts of names, and examples
 }  # fmt: skip
 ANYTHING = re.compile(r"(?<![A-Za-z0-9_])(?:NAME|GROUP|OLD|NEW|RUN|EPOCH|OUT)(?![A-Za-z0-9_])")
@@ -174,7 +175,8 @@ def definitions(file: Path) -> Definitions:
 @cache
 def all_definitions() -> Definitions:
     """With the names of modules and Lua scripts, and of what tests define."""
-    known = Definitions(*(file for name in ("pipedec", "benchmarks", "recipes") for file in (ROOT / name).rglob("*.py")))
+    folders = ("pipedec", "benchmarks", "recipes", "launch")
+    known = Definitions(*(file for name in folders for file in (ROOT / name).rglob("*.py")))
     known.names.update(file.stem for folder in FOLDERS[1:] for file in folder.rglob("*.py"))
     known.names.update(file.stem for file in (ROOT / "lua").glob("*.lua"))
     for file in (ROOT / "tests").rglob("*.py"):

