@@ -39,12 +39,6 @@ def cache_directory() -> Path:
     return _own_directory(os.environ.get("XDG_CACHE_HOME", ""))
 
 
-def hugging_face_directory() -> Path:
-    """Where Hugging Face's libraries keep their files: $HF_HOME, else $XDG_CACHE_HOME/huggingface, else ~/.cache/huggingface."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(os.environ.get("HF_HOME") or f"{caches}/huggingface"))
-
-
 def settle_home() -> None:
     """Give a user who has no home or no name, as in some containers, what libraries ask for: HOME and LOGNAME."""
     if not os.path.isabs(os.path.expanduser("~")) or (os.path.expanduser("~") == "/" and not os.access("/", os.W_OK)):

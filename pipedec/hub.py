@@ -76,7 +76,7 @@ class HubName:
         if _COMMIT.fullmatch(self.revision):
             return self.revision
         known = self.folder / "refs" / self.revision
-        return known.read_text().strip() if known.is_file() else None
+        return (known.read_text().strip() if known.is_file() else "") or None
 
     def remember(self, revision: str) -> None:
         """Let the cache know that this is the commit of a branch or tag, as huggingface_hub does."""

@@ -1,4 +1,4 @@
-"""What a process takes from its environment: the default target, CPUs of a container, and directories of a user who has none."""
+"""A process's environment: the default target, CPUs of a container, and directories of a user who has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A release is of one version everywhere: in the package, the changelog, and what is said of Python. `make release` tries it."""
+"""Package, changelog and classifiers name the same versions, of pipedec and of Python. `make release` tries the wheels."""
 
 from __future__ import annotations
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typing import TYPE_CHECKING
 
 from pipedec.checkpoints.parts import CheckpointPart, described_by
 from pipedec.config.settings import Models
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.families import QUANTIZATION_FILES
 from pipedec.hub import HubName, Repository, Show, download
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SIZES = ("config.json", "generation_config.json", *QUANTIZATION_FILES)
 
@@ -60,6 +60,8 @@ def fetch(parts: Iterable[CheckpointPart], show: Show | None = None) -> None:
 
 
 def _download_shown(wanted: Sequence[tuple[Repository, Collection[str]]], show: Show | None = None) -> None:
+    if not any(repository.transfers(files) for repository, files in wanted):
+        return
     with _bar(", ".join(dict.fromkeys(repository.name.repo for repository, _ in wanted)), show) as bar:
         download(wanted, bar)
 
@@ -85,6 +87,9 @@ def _pinned(name: HubName, sizes_only: bool, show: Show | None) -> HubName:
 @contextmanager
 def _bar(title: str, show_also: Show | None) -> Iterator[Show]:
     """A bar over a download that takes long; without a terminal, a line at its beginning and one at its end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     console = Console(stderr=True, highlight=False)
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -101,6 +106,8 @@ def _bar(title: str, show_also: Show | None) -> Iterator[Show]:
 
 
 def _lines(console: Console, title: str) -> Callable[[int, int], None]:
+    from rich.filesize import decimal
+
     begun = False
 
     def show(done: int, total: int) -> None:

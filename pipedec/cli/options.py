@@ -176,7 +176,7 @@ class RequestFlags(StructureFlags, _QuestionFlags):
 
     @property
     def tenant(self) -> str | None:
-        """Whose earlier answers may help: none where methods are compared, as the second would draft from the first's answer."""
+        """The tenant whose earlier answers may help; None to compare methods, where the second would draft from the first."""
         return LOCAL_TENANT if self.compare is None else None
 
     @cached_property

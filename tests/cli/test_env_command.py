@@ -32,6 +32,7 @@ def test_it_shows_versions_machine_directories_and_variables(
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", "/models")  # which reads the variable once, and this process has
     shown, printed = pipedec("env"), pipedec("env", "--json")
     assert shown.status == printed.status == 0, shown.err
     assert "hunter" not in shown.out + printed.out

@@ -92,7 +92,7 @@ def tokens_of(running: subprocess.Popen[str]) -> int:
 
 
 def processes(image: Podman, name: str) -> list[dict[str, Any]]:
-    """What psutil knows about the processes of a container."""
+    """The processes of a container, as psutil describes them."""
     found: list[dict[str, Any]] = json.loads(image("exec", name, "python3", "-c", PROCESSES))
     return found
 

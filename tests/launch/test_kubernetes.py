@@ -152,7 +152,7 @@ def group(base: dict[str, Manifest], pair: Pair, tmp_path: Path, state_directory
 
 @pytest.fixture
 def client(group: PodGroup) -> Iterator[httpx2.Client]:
-    """Of a server that takes requests."""
+    """A client of the leader pod's server, once it takes requests."""
     headers = {"Authorization": f"Bearer {SECRETS['api-key']}"}
     with httpx2.Client(base_url=f"http://127.0.0.1:{group.ports[8000]}", headers=headers, timeout=120) as made, group.kept():
 

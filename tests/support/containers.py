@@ -73,7 +73,7 @@ class Podman:
         )
 
     def inspect(self, name: str) -> dict[str, Any]:
-        """What it knows about an image or container."""
+        """Podman's description of an image or container."""
         found: dict[str, Any] = json.loads(self("inspect", name))[0]
         return found
 
@@ -137,7 +137,7 @@ def _limit(kind: int) -> int:
 
 
 def _pip_configuration() -> tuple[dict[str, str], dict[str, str]]:
-    """What this machine's pip is configured with, but for local indexes; and where its local files are in a container."""
+    """The configuration of this machine's pip without local indexes; and its directories, with their places in a container."""
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], check=True, capture_output=True, text=True).stdout
     options = dict(re.findall(r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$", listed, re.MULTILINE))
     mounts = {

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from huggingface_hub import constants
 
 from pipedec import __version__
 from pipedec.cluster.doctor.findings import gib
@@ -27,7 +28,7 @@ from pipedec.config.environment import (
     usable_memory,
 )
 from pipedec.core.errors import PipedecError
-from pipedec.directories import cache_directory, hugging_face_directory, state_directory
+from pipedec.directories import cache_directory, state_directory
 from pipedec.gguf import located
 
 PACKAGES = (
@@ -63,7 +64,7 @@ def environment() -> dict[str, Mapping[str, str]]:
         "directories": {
             "state": _or_reason(state_directory),
             "cache": _or_reason(cache_directory),
-            "Hugging Face": str(hugging_face_directory()),
+            "Hugging Face": constants.HF_HOME,
             "temporary files": tempfile.gettempdir(),
         },
         "models": {"default target": f"{target} ({_or_reason(lambda: located(target))})"},
