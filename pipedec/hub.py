@@ -184,7 +184,9 @@ def download(wanted: Iterable[tuple[Repository, Collection[str]]], show: Show = 
     ``show`` is called twice a second, if this takes so long. Raises UserError if the disk is too small, or a file is not what the
     hub lists; PipedecError if the hub does not send it.
     """
-    transfers = [transfer for repository, files in wanted for transfer in repository.transfers(files)]
+    # By file: draft and target may be one model.
+    found = {(one.name, one.file): one for repository, files in wanted for one in repository.transfers(files)}
+    transfers = list(found.values())
     if not transfers:
         return
     _check_room(transfers)
@@ -228,7 +230,7 @@ class _Transfer:
     """One file on its way from the hub into the cache; ``done`` of its ``size`` bytes are here."""
 
     def __init__(self, name: HubName, file: RepoSibling) -> None:
-        self.name, self._file = name, file.rfilename
+        self.name, self.file = name, file.rfilename
         digest = file.blob_id or "" if file.lfs is None else file.lfs.sha256
         self._digest = digest if _DIGEST.fullmatch(digest) and file.size is not None else None  # a mirror may list none
         self.size = file.size or 0
@@ -257,7 +259,7 @@ class _Transfer:
                     self._partial.unlink(missing_ok=True)
                 else:
                     self._receive(opened, stop)
-        hf_hub_download(self.name.repo, self._file, revision=self.name.revision)  # puts it into the snapshot
+        hf_hub_download(self.name.repo, self.file, revision=self.name.revision)  # puts it into the snapshot
 
     def _has_lock(self, descriptor: int) -> bool:
         try:
@@ -293,7 +295,7 @@ class _Transfer:
         if _digest(self._partial, len(self._blob.name)) != self._digest:
             opened.truncate(0)
             raise UserError(
-                f"{self.name}: {self._file} does not have the digest that the hub lists, and was removed: start again, and if "
+                f"{self.name}: {self.file} does not have the digest that the hub lists, and was removed: start again, and if "
                 "that repeats itself, see what is between this host and the hub (HF_ENDPOINT, a proxy)"
             )
         self._partial.rename(self._blob)
@@ -305,7 +307,7 @@ class _Transfer:
         from huggingface_hub.utils._headers import build_hf_headers
         from huggingface_hub.utils._http import get_session, hf_raise_for_status
 
-        url = hf_hub_url(self.name.repo, self._file, revision=self.name.revision)
+        url = hf_hub_url(self.name.repo, self.file, revision=self.name.revision)
         headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={self.done}-"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:

@@ -26,7 +26,7 @@ from support.processes import wait_until
 from support.tiny_pair import Pair
 
 from pipedec.checkpoints import CheckpointPart, TensorFiles
-from pipedec.checkpoints.download import downloaded, pinned
+from pipedec.checkpoints.download import downloaded, fetch, pinned
 from pipedec.cli.main import program
 from pipedec.cluster.doctor.host import checkpoint
 from pipedec.config import load_cluster
@@ -180,6 +180,14 @@ def test_a_transfer_that_breaks_again_and_again_goes_on(hub: Hub, cache: Path, l
     assert in_cache(str(downloaded(Path(large)))) == on_hub(hub, large)
     sizes = sum(len(content) for name, content in on_hub(hub, large).items() if name.endswith(".safetensors"))
     assert hub.served_bytes() == sizes and len(hub.served) > 2 * SHARDS
+
+
+def test_a_draft_that_is_the_target_is_counted_once(hub: Hub, cache: Path, large: str) -> None:
+    names, shown = pinned(Models(target=large, draft=large)), list[tuple[int, int]]()
+    parts = [CheckpointPart(key, name, is_whole=True) for key, name in names.items()]
+    fetch(parts, lambda done, total: shown.append((done, total)))
+    sizes = sum(len(content) for name, content in on_hub(hub, large).items() if name.endswith(".safetensors"))
+    assert len(parts) == 2 and shown[-1] == (sizes, sizes) and hub.served_bytes() == sizes
 
 
 @pytest.mark.usefixtures("leaves_nothing")

@@ -13,23 +13,26 @@ from golden.record import PROCESSOR, Cases, differences, is_of_another_processor
 from golden.schedule import processor
 from golden.texts import SHAPES
 
-pytestmark = [pytest.mark.slow, pytest.mark.seconds(1200.0), pytest.mark.numbers, pytest.mark.usefixtures("leaves_nothing")]
+pytestmark = [pytest.mark.seconds(1200.0), pytest.mark.numbers, pytest.mark.usefixtures("leaves_nothing")]
 
 ADVICE = "If this was intended: make golden, in a commit of its own that says why."
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_texts_are_those_of_the_record(shape: str, tmp_path: Path) -> None:
     check("texts", without(SHAPES, shape, read("texts")), make("texts", tmp_path, shapes=[shape]))
 
 
+@pytest.mark.slow
 @pytest.mark.in_turn(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_processes_do_what_is_in_the_record(kind: str, tmp_path: Path) -> None:
     check("processes", without(KINDS, kind, read("processes")), make("processes", tmp_path, kinds=[kind]))
 
 
+@pytest.mark.slow
 def test_timesteps_are_those_of_the_record(tmp_path: Path) -> None:
     """Rounded values are computed only on the processor of the record: elsewhere they are not compared."""
     recorded = read("schedule")
