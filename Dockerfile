@@ -1,5 +1,7 @@
 # pipedec on CPUs and, with another build of torch, on NVIDIA GPUs. Commands: launch/README.md#container.
 ARG BASE=docker.io/library/debian:bookworm-slim
+# The build for CPUs. GPUs: https://pypi.org/simple (CUDA 13), or https://download.pytorch.org/whl/cu126 for older drivers.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 
 FROM ${BASE} AS base
 # hadolint ignore=DL3008 # Debian keeps no older versions of its packages
@@ -17,8 +19,7 @@ RUN apt-get update \
  && python3 -m venv /opt/pipedec
 WORKDIR /build
 COPY constraints.txt ./
-# The build for CPUs. GPUs: https://pypi.org/simple (CUDA 13), or https://download.pytorch.org/whl/cu126 for older drivers.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --quiet --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)"
 COPY pyproject.toml ./
@@ -38,6 +39,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     pip install --quiet --no-deps --no-warn-script-location --root /layers/pipedec .
 
 FROM base
+# For GPUs: Triton compiles how it launches kernels on the host that does.
+ARG TORCH_INDEX
+# hadolint ignore=DL3008
+RUN case "$TORCH_INDEX" in */cpu) exit ;; esac \
+ && apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev \
+ && rm -rf /var/lib/apt/lists/*
 COPY --from=dependencies /opt/pipedec /opt/pipedec
 COPY --from=packages /layers/models /
 # Every user may write into the volume: the program keeps a directory for each. It holds logs, what is computed once per model, and

@@ -2,8 +2,8 @@
 -- recover.lua
 -- Purpose:   ends the run's epoch, because ranks or Redis were lost: wakes all ranks up, and notes what happened.
 -- Invariant: an epoch is ended once, however many callers ask for it. Nothing of the ended epoch's workflow is left but one
---            message in each queue. Requests, answers and cancellations stay. Unless Redis was the cause, the loss is counted for
---            the request that rank 0 was trying alone, else for all running ones.
+--            message in each queue. Requests, answers and cancellations stay. Unless Redis was the cause, or the epoch was not
+--            served yet, the loss is counted for the request that rank 0 was trying alone, else for all running ones.
 -- KEYS:      1 run (hash)  2 members (set)  3 running (set)  4 attempts (hash)  5 doing (hash)  6 suspects (hash)  7 ends (hash)
 --            8 places (hash)  9 recoveries (list)  10 bell (list)  11 waiting (zset)  12 ...: alive of each rank (string),
 --            then the queue of each rank in the epoch that ends (list), then workflow, done, trace and meeting of that epoch
@@ -11,7 +11,7 @@
 --            6 how many recoveries to keep  7 new places, JSON [[rank, node], ...]
 --            8 whether the attempts are counted, 1 or 0
 -- Returns:   the run's epoch; error PIPEDEC FAILED if the run has failed, PIPEDEC LOST if it is not stored
-local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'epoch')
+local run = redis.call('HMGET', KEYS[1], 'failure', 'state', 'epoch', 'serving')
 if run[1] then
   return redis.error_reply('PIPEDEC FAILED ' .. run[1])
 end
@@ -27,7 +27,7 @@ redis.call('HINCRBY', KEYS[1], 'recoveries', 1)
 redis.call('RPUSH', KEYS[9], '{"epoch":' .. epoch .. ',"lost":' .. ARGV[3] .. ',"reason":' .. cjson.encode(ARGV[4]) .. ',"at_us":'
   .. string.format('%.0f', time[1] * 1000000 + time[2]) .. ',"served_us":null}')
 redis.call('LTRIM', KEYS[9], -tonumber(ARGV[6]), -1)
-if ARGV[8] == '1' then
+if ARGV[8] == '1' and run[4] == run[3] then
   local tried = redis.call('HGET', KEYS[1], 'tried')
   for _, number in ipairs(tried and { tried } or redis.call('SMEMBERS', KEYS[3])) do
     local losses = redis.call('HGET', KEYS[4], 'losses:' .. number)

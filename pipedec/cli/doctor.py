@@ -45,7 +45,8 @@ def doctor(
     """Examine this host: packages, GPUs, network, memory, Redis, directories, programs.
 
     With --cluster, examine the hosts of the file side by side, compare them with each other, with the file and with the plan of
-    a partition: free memory, parts of checkpoints, links between hosts, which are measured. Every problem comes with its mend.
+    a partition: free memory, parts of checkpoints, links between hosts, which are measured. Pairs of GPUs that will use NCCL send
+    each other a message. Every problem comes with its mend.
     Exits with status 1 if something prevents a start.
     """
     if partition is not None and cluster is None:

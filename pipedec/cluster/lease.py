@@ -152,7 +152,9 @@ class LeaseKeeper:
             return str(error)
 
     def _outlive(self, epoch: int, error: EpochEnded) -> str | None:
-        """The epoch has ended: interrupt the rank, or end its process if its transport cannot rejoin."""
+        """The epoch has ended: interrupt the rank, or end its process if its transport cannot rejoin. A rank that loads goes on,
+        however long that takes: it holds its place in the present epoch, so that the others wait for it.
+        """
         with self._changing:
             if self._scheduler.epoch != epoch:
                 return None
@@ -160,7 +162,19 @@ class LeaseKeeper:
                 leave()
             self._activity.interrupt(error)
             self._transport.abort()
+        if self._activity.activity().kind == "loading" and self._hold_place():
+            self._trouble = None
+            return None
         return self._wait(error)
+
+    def _hold_place(self) -> bool:
+        """Take the rank's lease in the run's present epoch. Returns whether this process may take part in it."""
+        with suppress(EpochEnded, SchedulerLost):
+            epoch = self._scheduler.current_epoch()
+            if self._place.survives and epoch is not None and not _is_replaced(self._scheduler, self._place.rank):
+                self._scheduler.renew_lease(self._place.rank, self._activity.activity(), epoch)
+                return True
+        return False
 
     def _wait(self, error: PipedecError) -> str | None:
         """Wait for the next epoch or for Redis; returns why the process must end after ``RECOVERY_SECONDS``."""
@@ -199,8 +213,7 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError) -> int:
             if epoch == scheduler.epoch:
                 epoch = scheduler.recover([], str(error), counts=not is_outage) if now > began + patience else None
             if epoch is not None:
-                recoveries = [recovery for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch]
-                if any(rank in recovery.lost for recovery in recoveries):  # this host was cut off, or the process suspended
+                if _is_replaced(scheduler, rank):  # this host was cut off, or the process suspended
                     raise RankLost("another process has taken its place")
                 return epoch
         except SchedulerLost as trouble:
@@ -212,6 +225,11 @@ def next_epoch(scheduler: RankScheduler, rank: int, error: PipedecError) -> int:
     with suppress(PipedecError):
         scheduler.abort(rank, message)
     raise RankLost(message)
+
+
+def _is_replaced(scheduler: RankScheduler, rank: int) -> bool:
+    """Whether a rank was lost after the epoch of ``scheduler``, so that another process has its place."""
+    return any(rank in recovery.lost for recovery in scheduler.status().recoveries if recovery.epoch > scheduler.epoch)
 
 
 def claim_run(scheduler: SupervisorScheduler, goes_on: Callable[[RunStatus], bool] = lambda status: False) -> None:

@@ -118,6 +118,9 @@ class Meeting:
     Args:
         memory: of its device; None if that is a processor.
         nccl_versions: versions that must be equal on all stages that request NCCL; empty if this rank does not.
+
+    Attributes:
+        loading_seconds: how long this rank has waited, in all meetings, for ranks that load or download.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Meeting:
         self._activity = activity or Activity()
         self._memory = memory or RankMemory(spec, place, torch.device("cpu"))
         self._nccl_versions = nccl_versions
+        self.loading_seconds = 0.0
         self._position = "0"  # in the stream of the present meeting
         self._events: list[Event] = []  # events that have come in it
 
@@ -254,8 +258,11 @@ class Meeting:
 
     def _gather(self, kind: type[_Kind], seconds: float) -> list[_Kind]:
         """The event of this kind of every rank, by rank. Raises RankLost if one has published none in time, and as ``_check``."""
-        deadline = time.monotonic() + seconds
+        now, are_loading = time.monotonic(), False
+        deadline = now + seconds
         while True:
+            before, now = now, time.monotonic()
+            self.loading_seconds += now - before if are_loading else 0.0
             found = {
                 event.description.rank if isinstance(event, LoadedEvent) else event.rank: event
                 for event in self._events if isinstance(event, kind)
@@ -263,7 +270,8 @@ class Meeting:
             missing = [rank for rank in range(self._place.world_size) if rank not in found]
             if not missing:
                 return [found[rank] for rank in sorted(found)]
-            if time.monotonic() > deadline and not self._are_loading(missing):
+            are_loading = self._are_loading(missing)
+            if now > deadline and not are_loading:
                 places = self._spec.places
                 names = [rank_name(rank) + (f" on {places[rank].host}" if places else "") for rank in missing]
                 raise RankLost(f"{', '.join(names)} did not {_DONE[kind]} within {seconds:.0f} s")
@@ -275,7 +283,7 @@ class Meeting:
                 self._events.append(event)
 
     def _are_loading(self, ranks: Sequence[int]) -> bool:
-        """Whether one of these ranks downloads its part of the checkpoints, before it meets the others."""
+        """Whether one of these ranks loads its weights, or downloads its part of the checkpoints before it meets the others."""
         found = self._scheduler.activities()
         doing = [found[rank] for rank in ranks if rank in found]
         return any(one.kind == "loading" and one.age_seconds < LEASE_MS / 1000 for one in doing)

@@ -256,6 +256,9 @@ class Node:
             case "measure":
                 assert self._doctor is not None
                 self._say("measured", link=to_builtins(self._doctor.measure(**order)))
+            case "try pair":
+                assert self._doctor is not None
+                self._say("tried", reason=self._doctor.try_pair(**order))
 
 
 def own_address(towards: list[str], interface: str | None) -> str | None:

@@ -1,5 +1,5 @@
 """The doctor on every host of a cluster.yaml at once: nodes answer questions in rounds, each with a deadline. In the last round
-the links are measured one after the other, so that none disturbs another.
+the links are measured and pairs of GPUs tried, one after the other, so that none disturbs another.
 
 Does not know what the answers mean (``doctor.comparison``).
 """
@@ -21,7 +21,8 @@ from pipedec.cluster.doctor.comparison import HostAnswer
 from pipedec.cluster.doctor.findings import Finding, note, problem
 from pipedec.cluster.doctor.host import HostReport, Questions
 from pipedec.cluster.doctor.links import MEASURE_SECONDS, Measured
-from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
+from pipedec.cluster.doctor.needs import GpuPair, HostNeeds, checkpoint_path, host_needs
+from pipedec.cluster.doctor.pairs import FAR_SECONDS, START_SECONDS, pair_name
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
 from pipedec.config import NONE, ClusterConfig
@@ -33,6 +34,7 @@ from pipedec.validation import validated
 
 ANSWER_SECONDS = 90.0  # torch may be imported from a slow file system
 ANSWER_OF_LINKS_SECONDS = 2 * MEASURE_SECONDS
+ANSWER_OF_PAIRS_SECONDS = START_SECONDS + FAR_SECONDS + 10.0
 END_SECONDS = 5.0
 
 
@@ -96,7 +98,23 @@ class Survey:
                 self._links[end].order("measure", rank=rank, address=address, port=port, number=self._measurements)
             news = self._collect("measured", [host, target], ANSWER_OF_LINKS_SECONDS)[host]
             links[target] = news.value if isinstance(news, Finding) else convert(news["link"], Measured)
-        return replace(answer, links=links)
+        pairs = {
+            pair_name(one.index, one.other_index, None if one.host == host else one.host): self._tried(host, one, places)
+            for one in needs.pairs if answer.report.gpus and one.host not in lost
+        }  # fmt: skip
+        return replace(answer, links=links, pairs=pairs)
+
+    def _tried(self, host: str, pair: GpuPair, places: Mapping[str, tuple[str, int]]) -> str | None:
+        """Why the GPUs of two stages, the first of which is on ``host``, do not exchange messages; None if they do."""
+        address, port = places.get(host, ("", 0))
+        first, second = f"cuda:{pair.index}", f"cuda:{pair.other_index}"
+        ends = {host: [first, second]} if pair.host == host else {host: [first], pair.host: [second]}
+        self._measurements += 1
+        for rank, (end, devices) in enumerate(ends.items()):
+            self._links[end].order("try pair", devices=devices, rank=rank, address=address, port=port, number=self._measurements)
+        found = self._collect("tried", ends, ANSWER_OF_PAIRS_SECONDS)
+        reasons = [news.value if isinstance(news, Finding) else news["reason"] for news in found.values()]
+        return next((reason for reason in reasons if reason is not None), None)
 
     def _collect(self, kind: str, hosts: Iterable[str], seconds: float) -> dict[str, dict[str, Any] | Finding]:
         """The next news of one kind from each host, with the time at which it came; or why there is none."""

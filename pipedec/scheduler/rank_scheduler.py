@@ -208,12 +208,15 @@ class RankScheduler(BaseScheduler):
         """Publish a stage's counters for ``status`` when its lease is renewed next. Sends nothing itself."""
         self._stats = to_json(stats)
 
-    def renew_lease(self, rank: int, activity: ActivityReport | None = None) -> None:
-        """Renew the lease of ``rank`` and the time to live of the run's keys; report its activity to the supervisors."""
+    def renew_lease(self, rank: int, activity: ActivityReport | None = None, epoch: int | None = None) -> None:
+        """Renew the lease of ``rank`` and the time to live of the run's keys; report its activity to the supervisors. With
+        ``epoch``, in that one, which the process has yet to enter.
+        """
         keys = self.keys
         names = [keys.members, keys.alive(rank), keys.running, keys.run, keys.doing, *self._lasting_keys()]
         doing = "" if activity is None else to_json(activity)
-        self._run_script("lease", names, [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix, self._stats, doing, self.epoch])
+        about = [KEY_SECONDS, self.lease_ms, rank, keys.answer_prefix, self._stats, doing, self.epoch if epoch is None else epoch]
+        self._run_script("lease", names, about)
 
     def expired_ranks(self) -> list[int]:
         """Ranks whose lease has expired."""

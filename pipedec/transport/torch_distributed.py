@@ -138,6 +138,27 @@ def gloo_group(store: Store, rank: int, world_size: int, interface: str) -> Grou
     return _Gloo(store, rank, world_size, options)
 
 
+def try_pair(rendezvous: Rendezvous, device: torch.device, num_bytes: int) -> None:
+    """Send a message from rank 1 to rank 2, which both call this, over a group as stages on ``device`` have it: NCCL's on CUDA,
+    else gloo's. Raises RuntimeError if it does not arrive, or not as it was sent.
+    """
+    groups, rank, timeout = ProcessGroups(rendezvous), rendezvous.rank, timedelta(seconds=rendezvous.timeout_seconds)
+    link: Link
+    if device.type == groups.nccl_place:
+        pair = groups.connect_pair(1, device)
+        link = DeviceLink(pair, 2 - rank, timeout, device, device_of(device), lambda: groups.is_aborted)
+    else:
+        link = HostLink(gloo_group(groups.pair_store(1), rank - 1, 2, rendezvous.interface), 2 - rank, timeout)
+    message = (torch.arange(num_bytes, device=device) % 251).to(torch.uint8)
+    if rank == 1:
+        link.send(message).wait()
+        return
+    transfer = link.receive(num_bytes)
+    transfer.wait()
+    if not torch.equal(transfer.message, message):
+        raise RuntimeError("a message has not arrived as it was sent")
+
+
 @dataclass
 class _HiddenArrival:
     """The ``Arrival`` of activations over NCCL. ``hidden``: [R, E], to be read after ``wait``."""

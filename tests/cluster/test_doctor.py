@@ -266,6 +266,28 @@ def test_gpus_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert on_host.shared_memory(1) == []
 
 
+def test_hosts_with_gpus_need_a_compiler_and_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(on_host, "installed_version", lambda name: "3.9.0")
+    monkeypatch.setattr("sysconfig.get_path", lambda *names: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert list(on_host.compiler(has_gpus=False)) == []
+    program, headers = on_host.compiler(has_gpus=True)
+    check(program, "problem", "neither $CC nor gcc nor clang apt install build-essential")
+    check(headers, "problem", f"{tmp_path / 'Python.h'} python3-dev dnf")
+    for name in ("clang", "gcc", "cc-7"):
+        (tmp_path / name).touch(0o755)
+        if name == "cc-7":
+            monkeypatch.setenv("CC", name)
+        assert next(on_host.compiler(has_gpus=True)) == Finding("C compiler", "ok", str(tmp_path / name))
+    (tmp_path / "Python.h").touch()
+    assert {found.level for found in on_host.compiler(has_gpus=True)} == {"ok"}
+    monkeypatch.setenv("CC", "none")
+    check(next(on_host.compiler(has_gpus=True)), "problem", "none, which GPUs need")
+    monkeypatch.setattr(on_host, "installed_version", lambda name: None)
+    assert list(on_host.compiler(has_gpus=True)) == [], "without Triton nothing is compiled"
+
+
 def test_redis_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with EmbeddedRedis() as server:
         check(on_host.redis(server.url), "ok", f"at {server.address}, clock")

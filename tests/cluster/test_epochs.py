@@ -89,6 +89,7 @@ def test_an_outage_of_redis_is_no_attempt_of_a_running_request(
     rank.pop_requests(1)
     for error, attempts in ((SchedulerInterrupted("cannot reach Redis"), 0), (RankLost("rank 2 sends nothing"), 1)):
         rank.enter(next_epoch(rank, 1, error))
+        rank.open(DESCRIPTION, recovers=True)
         assert [one.attempts for one in rank.journal()] == [attempts]
 
 
@@ -154,6 +155,26 @@ def test_the_lease_keeper_interrupts_a_rank_whose_epoch_has_ended(attach: Callab
         keeper.enter(1)
         doing.begin("idle")
         assert wait_until(lambda: attach().supervise("local").activities[1].kind == "idle", 60)
+    keeper.stop()
+
+
+@pytest.mark.failure_case("S3e")
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_that_loads_has_its_place_in_the_next_epoch_unless_it_was_lost(
+    attach: Callable[[], WholeScheduler], lost: int
+) -> None:
+    scheduler, supervisor, doing = attach(), attach(), CountedDoing()
+    doing.begin("loading")
+    keeper = LeaseKeeper(scheduler, PLACE, doing, Transfers(list), renewal_seconds=0.05)
+    keeper.start()
+    supervisor.recover([lost], f"rank {lost} was killed")
+    turns = doing.told
+    assert wait_until(lambda: doing.told > turns + 10, 60)
+    look, kinds = supervisor.supervise("local"), {} if lost == 1 else {1: "loading"}
+    assert look.members == tuple(kinds) and {rank: one.kind for rank, one in look.activities.items()} == kinds
+    with pytest.raises(EpochEnded):
+        doing.begin("warming")
+    keeper.enter(1)
     keeper.stop()
 
 

@@ -20,7 +20,16 @@ from architectures.zoo import save_model
 from msgspec import structs
 from support.clusters import client_of, read_all, read_until, status_of
 from support.lasting_server import LastingServer
-from support.obedient_ranks import SLOW_SECONDS, aborts_on_loss, endless_file, hangs_on_loss, obey, obey_slowly
+from support.obedient_ranks import (
+    SLOW_SECONDS,
+    aborts_on_loss,
+    delays,
+    endless_file,
+    hangs_on_loss,
+    load_for_hours,
+    obey,
+    obey_slowly,
+)
 from support.prepared_ranks import PreparedRanks
 from support.processes import redis_of, wait_until
 from support.thread_models import ThreadModels
@@ -370,6 +379,27 @@ def test_a_stage_that_is_lost_over_nccl_costs_one_restart_and_nobody_hangs(
         os.kill(cluster.pids[1], signal.SIGKILL)
         with pytest.raises(RankLost, match=r"1 rank had been replaced within 600 s \(--max-restarts 1\)"):
             wait_until(cluster.check, 30)
+
+
+@LEAVES_NOTHING
+@pytest.mark.failure_case("S3e")
+def test_a_rank_and_a_link_are_lost_while_another_rank_loads_for_hours(pair: Pair, tmp_path: Path) -> None:
+    """It loads once. The hours are no time in which the ranks could not meet, and these losses are not the request's fault."""
+    with LocalCluster(pair.spec(2).replaced(transport=PreparedRanks("auto", load_for_hours, tmp_path))) as cluster:
+        undisturbed, asked = facts(client_of(cluster).ask(KINDS["greedy"])), Asked(cluster, 1)
+        delays(tmp_path, 1).touch()
+        os.kill(cluster.pids[1], signal.SIGKILL)
+        assert wait_until(lambda: (tmp_path / f"{cluster.pids[1]}.loads").exists(), 60)
+        pids = cluster.pids
+        (tmp_path / "clock").write_text("h")
+        os.kill(pids[2], signal.SIGKILL)
+        assert wait_until(lambda: (tmp_path / "waits-2").exists(), 60), "the others wait for the one that loads"
+        (tmp_path / "clock").write_text("hh")
+        (tmp_path / "breaks-2").touch()
+        delays(tmp_path, 1).unlink()
+        assert asked.answers() == [undisturbed]
+        assert [rank for rank, pid in cluster.pids.items() if pid != pids[rank]] == [2]
+        assert [one.lost for one in status_of(cluster).recoveries] == [(1,), (2,), ()]
 
 
 @LEAVES_NOTHING

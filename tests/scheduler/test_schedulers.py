@@ -302,6 +302,7 @@ def test_what_is_no_event_is_an_error_of_one_line(make_scheduler: MakeScheduler)
 
 def recovered(scheduler: WholeScheduler, lost: Sequence[int] = (1,)) -> None:
     scheduler.enter(scheduler.recover(lost, "rank 1 was killed"))
+    scheduler.open(DESCRIPTION, recovers=True)
 
 
 @pytest.mark.failure_case("S4", "S13", "R14", "R15")
@@ -377,6 +378,17 @@ def test_a_new_epoch_finds_the_running_requests_and_what_their_answers_have(make
     assert [message.text for message in scheduler.pop_requests(2).requests] == ["third"]
 
 
+@pytest.mark.failure_case("S3e")
+def test_a_loss_before_an_epoch_is_served_is_no_attempt_of_a_running_request(make_scheduler: MakeScheduler) -> None:
+    scheduler = make_scheduler(TWO)
+    submit_and_take(scheduler)
+    for attempts, is_served in ((1, False), (1, False), (1, True), (2, False)):
+        scheduler.enter(scheduler.recover([1], "rank 1 was killed"))
+        assert [one.attempts for one in scheduler.journal()] == [attempts]
+        if is_served:
+            scheduler.open(DESCRIPTION, recovers=True)
+
+
 @pytest.mark.failure_case("S20")
 def test_a_loss_during_a_trial_is_that_of_the_request_and_those_of_the_guilty_are_charged_to_it(
     make_scheduler: MakeScheduler,
@@ -406,7 +418,6 @@ def test_a_run_that_is_stopped_while_it_recovers_stops_in_its_next_epoch(make_sc
     scheduler.open(DESCRIPTION)
     scheduler.stop()
     recovered(scheduler)
-    scheduler.open(DESCRIPTION)
     for rank in TWO.ranks:
         message = scheduler.wait(rank, 0)
         assert message is not None and message.kind == "stop"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability-cases.md"
-ROW = re.compile(r"\| (?P<case>[A-Z]\d+[a-d]?) \| (?P<text>.+? \| .+?) \| (?P<tests>.*) \|")
+ROW = re.compile(r"\| (?P<case>[A-Z]\d+[a-e]?) \| (?P<text>.+? \| .+?) \| (?P<tests>.*) \|")
 UNTESTED = re.compile(r"\*no test\*.*")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -18,10 +18,13 @@ import torch
 import pipedec.cluster.meeting
 from pipedec.cluster import rank as rank_module
 from pipedec.core.stage_message import NewRequest, Step
+from pipedec.engine.build import load_stage
+from pipedec.messages.stats import ActivityReport
 from pipedec.model import LaneRows
 from pipedec.model.captured_graphs import Run
 from pipedec.model.stage_layers import StageLayers
 from pipedec.model.stage_model import StageModel
+from pipedec.scheduler import RankScheduler
 from pipedec.stage.worker import Lane
 from pipedec.transport.torch_distributed import ProcessGroups, gloo_group
 
@@ -93,6 +96,50 @@ def obey_slowly(folder: Path) -> None:
     StageModel.forward = slow_at_first  # type: ignore[method-assign]
     setattr(rank_module, "device_capture", lambda device: capture)  # noqa: B010
     obey(folder)
+
+
+def load_for_hours(folder: Path) -> None:
+    """While ranks meet, only the hours in a file ``clock`` pass. A stage does not load while there is a file of ``delays``, and
+    its connections break if there is ``breaks-RANK``. A file ``waits-EPOCH`` shows that a rank waits for one that loads.
+    """
+    load, connect, activities = load_stage, ProcessGroups.connect, RankScheduler.activities
+
+    @wraps(load)
+    def load_later(spec: Any, rank: int, *args: Any) -> Any:
+        while delays(folder, rank).exists():
+            (folder / f"{os.getpid()}.loads").touch()
+            time.sleep(0.02)
+        return load(spec, rank, *args)
+
+    @wraps(connect)
+    def connect_or_break(self: ProcessGroups) -> Any:
+        group = connect(self)
+        with suppress(FileNotFoundError):
+            (folder / f"breaks-{self.rendezvous.rank}").unlink()
+            raise RuntimeError("the link breaks")
+        return group
+
+    @wraps(activities)
+    def show(self: RankScheduler) -> dict[int, ActivityReport]:
+        found = activities(self)
+        if any(one.kind == "loading" for one in found.values()):
+            (folder / f"waits-{self.epoch}").touch()
+        return found
+
+    def now() -> float:
+        return 3600.0 * len((folder / "clock").read_text())
+
+    (folder / "clock").touch()
+    setattr(rank_module, "load_stage", load_later)  # noqa: B010
+    setattr(ProcessGroups, "connect", connect_or_break)  # noqa: B010
+    setattr(RankScheduler, "activities", show)  # noqa: B010
+    for module in (rank_module, pipedec.cluster.meeting):
+        setattr(module, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))  # noqa: B010
+
+
+def delays(folder: Path, rank: int) -> Path:
+    """The file as long as which that rank does not load."""
+    return folder / f"delays-{rank}"
 
 
 RAISES_SEED, KILLS_SEED = 666, 667

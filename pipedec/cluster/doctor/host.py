@@ -9,8 +9,9 @@ import platform
 import shutil
 import socket
 import sys
+import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from pipedec.cluster.doctor.findings import Finding, first_line, gb, gib, note, 
 from pipedec.cluster.doctor.gpus import Gpu, gpu_facts, gpu_findings
 from pipedec.cluster.doctor.links import Measured, measure
 from pipedec.cluster.doctor.needs import HostNeeds
+from pipedec.cluster.doctor.pairs import FAR_SECONDS, PairEnd, near_pairs, pair_findings, try_ends, try_near
 from pipedec.cluster.network import (
     addresses_of,
     can_connect,
@@ -46,7 +48,7 @@ from pipedec.cluster.network import (
     routed_address,
 )
 from pipedec.config import ServerConfig, state_directory
-from pipedec.config.environment import usable_cpus
+from pipedec.config.environment import c_compiler, usable_cpus
 from pipedec.core.errors import PipedecError
 from pipedec.gguf import model_files
 from pipedec.hub import HubName
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 NCCL_SHARED_MEMORY_BYTES = 1 << 30  # Docker's default (64 MiB) is too little for NCCL
 LARGEST_OFFSET_US = 1_000_000  # traces and time limits are aligned to Redis's clock; logs and certificates are not
 REACH_SECONDS = 3.0
+NO_COMPILER = "neither $CC nor gcc nor clang"
+COMPILERS = ": apt install build-essential python3-dev, or dnf install gcc python3-devel"
 NAMED = 3  # the most file names in a finding
 DISTRIBUTE = "`pipedec distribute cluster.yaml`"
 DESCRIPTION = "configuration or tokenizer"  # stands for the files of a checkpoint without weights
@@ -139,6 +143,8 @@ class HostDoctor:
             address_finding(address, interface, questions),
             memory(psutil.virtual_memory().total, psutil.virtual_memory().available, needs),
             *shared_memory(len(gpus.installed)),
+            *compiler(has_gpus=bool(gpus.usable)),
+            *pair_findings(near_pairs(len(gpus.usable)) if gpus.nccl and questions.server is None else {}),
             redis_server(questions.starts_redis),
             redis(questions.redis_url),
             state(),
@@ -166,6 +172,14 @@ class HostDoctor:
             return measure(part_of_store(store, number), rank, self._interface)
         except PipedecError as error:
             return first_line(error)
+
+    def try_pair(self, devices: Sequence[str], rank: int, address: str, port: int, number: int) -> str | None:
+        """Try a pair of GPUs as ``pairs`` does: the two ``devices`` of this host, else the one that is end ``rank``, with a host
+        as in ``measure``. Returns why it does not work; None if it does.
+        """
+        if len(devices) == 2:
+            return try_near(devices)
+        return try_ends([PairEnd(rank, devices[0], address, port, number, self._interface, FAR_SECONDS)])
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
@@ -258,6 +272,17 @@ def shared_memory(num_gpus: int) -> list[Finding]:
         return [ok("shared memory", f"{gib(free)} free")]
     mend = "free /dev/shm, or start the container with --ipc=host or --shm-size=8g"
     return [problem("shared memory", f"{gib(free)} free: too little for NCCL", mend)]
+
+
+def compiler(has_gpus: bool) -> Iterator[Finding]:
+    """Triton compiles how it launches a kernel when it does so for the first time on a host with GPUs."""
+    if not has_gpus or installed_version("triton") is None:
+        return
+    program, name = c_compiler(), "C compiler"
+    yield ok(name, program) if program else problem(name, f"none, which GPUs need: {NO_COMPILER}", f"install gcc{COMPILERS}")
+    header, name = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h"), "Python headers"
+    lacking = problem(name, f"no {header}, which GPUs need", f"install them{COMPILERS}")
+    yield ok(name, str(header)) if header.is_file() else lacking
 
 
 def redis_server(is_needed: bool) -> Finding:

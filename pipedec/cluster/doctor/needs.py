@@ -33,6 +33,15 @@ class GpuNeed:
 
 
 @dataclass(frozen=True)
+class GpuPair:
+    """The GPUs of two stages that follow each other, by their numbers on their hosts."""
+
+    index: int  # of the stage that sends
+    host: str  # of the other one
+    other_index: int
+
+
+@dataclass(frozen=True)
 class HostNeeds:
     """The needs of all ranks of one host."""
 
@@ -44,6 +53,7 @@ class HostNeeds:
     layers: tuple[tuple[int, int], ...] = ()  # the layers of every stage, as in ``rank_parts``
     models: Mapping[str, str | None] = field(default_factory=dict)  # checkpoints by key; None for a model without weights
     targets: tuple[str, ...] = ()  # other hosts to which the ranks send
+    pairs: tuple[GpuPair, ...] = ()  # of a stage here and the next one, if stages use NCCL
 
     def parts(self) -> list[tuple[CheckpointPart, CheckpointPart]]:
         """For every checkpoint, the part that the ranks read, and the part that a spare may have to read later."""
@@ -79,9 +89,19 @@ def host_needs(config: ClusterConfig, plan: Plan) -> dict[str, HostNeeds]:
         found[host] = HostNeeds(
             tuple(rank for rank, its_host in enumerate(places) if its_host == host), host in spares, _gpus(config, plan, ranks),
             memory_bytes, checkpoint_bytes, layers, models,
-            tuple(target for source, target in links if source == host),
+            tuple(target for source, target in links if source == host), _pairs(config, plan, host),
         )  # fmt: skip
     return found
+
+
+def _pairs(config: ClusterConfig, plan: Plan, host: str) -> tuple[GpuPair, ...]:
+    """The pairs of stages that connect over NCCL, and whose first one is on ``host``; of those to one other host, the first."""
+    places = [stage.placement for stage in plan.stages]
+    if config.settings.cluster.transport == "gloo" or not all(DEVICES[place.device].is_gpu for place in places):
+        return ()
+    pairs = [GpuPair(one.index, other.host, other.index) for one, other in pairwise(places) if one.host == host]
+    far = {pair.host: pair for pair in reversed(pairs) if pair.host != host}
+    return tuple(pair for pair in pairs if pair.host == host or far[pair.host] == pair)
 
 
 def _tensor_bytes(model: str, span: LayerSpan) -> tuple[int, int]:
