@@ -5,6 +5,7 @@ The fast tier leaves out tests marked ``slow`` and tries fewer examples of each 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing.util
 import os
@@ -49,6 +50,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # see ``cluster.rank``
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ continues in the next epoch when another rank, or Redis, is lost, and the order 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import time
@@ -24,10 +25,9 @@ from pipedec.cluster.network import measured_offset_us
 from pipedec.cluster.place import RankPlace, Report, checked_host
 from pipedec.cluster.processes import leave
 from pipedec.config import AUTO
-from pipedec.config.environment import captures_graphs
 from pipedec.core.errors import EpochEnded, PipedecError, RankLost, SchedulerLost, UserError
+from pipedec.core.limits import DRAFT_KNEE
 from pipedec.decoding import Drafter
-from pipedec.decoding.draft_rounds import DRAFT_KNEE
 from pipedec.device import device_of
 from pipedec.drafting import DraftModel
 from pipedec.engine.activity import Activity
@@ -42,7 +42,7 @@ from pipedec.families import model_config
 from pipedec.hardware import DEVICES
 from pipedec.live.feed import LiveFeed, about
 from pipedec.messages.run import Choice, LinkSpeed, RankDescription
-from pipedec.model import Usual, described_attention, device_capture
+from pipedec.model import Usual, choose_kernels, described_attention, device_capture
 from pipedec.model.captured_graphs import Capture, Run
 from pipedec.plan.budgets import kv_slots
 from pipedec.plan.spec import PipelineSpec, run_description
@@ -99,7 +99,7 @@ class Rank:
         self._loop: DraftLoop | StageLoop | None = None  # once the weights are loaded
         self._cold: StageWorker | DraftModel | None = None  # loaded, and not warmed up yet
         self._has_served = False
-        self._apart: float | None = None  # since when it has been separated from the others; monotonic
+        self._apart: float | None = None  # since when it has tried to meet the others again, by ``_meeting_seconds``
 
     def serve(self) -> None:
         """Serve in any number of epochs until the run is stopped. Raises PipedecError if this rank, or a lost one, ends it."""
@@ -150,6 +150,7 @@ class Rank:
         self._activity.link_seconds = 0.0 if link is None else link.latency_seconds
         if link is not None:
             logger.info("to rank %d: %s", self._spec.topology.following(self._place.rank), link)
+        self._apart = None
         loop = self._loop = self._loop or self._load()
         if self._cold is not None:
             began = time.monotonic()
@@ -170,7 +171,7 @@ class Rank:
             self._scheduler.open(run, self._spec.duplex, self._place.recovers)
             logger.info("all %d ranks can serve: the run takes requests", len(ranks))
             self._report("ready", 1, 1)
-        self._has_served, self._apart = True, None
+        self._has_served = True
         return loop
 
     def _load(self) -> DraftLoop | StageLoop:
@@ -184,6 +185,7 @@ class Rank:
         )
         gc.collect()
         gc.freeze()  # exclude loaded objects from garbage collection, which halts a timestep
+        atexit.register(gc.unfreeze)  # Triton's library else reports objects that are left at the end
         return loop
 
     def _load_stage(self, loading: Progress) -> StageLoop:
@@ -237,7 +239,8 @@ class Rank:
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
         dequantize = self._spec.settings.numbers.dequantize
-        attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, captures_graphs()))
+        why_kernels = choose_kernels(self._spec.settings.numbers.kernels, self._device)
+        attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, why_kernels))
         config = self._spec.config_of(self._place.rank)
         remarks: tuple[str, ...] = () if config is None else config.formats.notes
         if abs(offset := self._clock_offset_us) >= _LARGE_OFFSET_US:
@@ -255,19 +258,25 @@ class Rank:
             weights=None if config is None else widened_weights(config, weights.dtype, self._device, dequantize)[1],
         )  # fmt: skip
 
+    @property
+    def _meeting_seconds(self) -> float:
+        """A monotonic clock that stands still while this rank waits for others that load."""
+        return time.monotonic() - self._meeting.loading_seconds
+
     def _outlive(self, error: PipedecError) -> None:
         """The epoch has ended, or will: wait for the next one and enter it, or end this process if its transport cannot rejoin.
         Raises RankLost if there is no next epoch, the run has failed, the ranks do not meet, or this process cannot go on.
         """
         logger.warning("epoch %d is over: %s", self._scheduler.epoch, error)
         self._transport.abort()
-        now = time.monotonic()
-        self._apart = self._apart or now
+        now = self._meeting_seconds
+        self._apart = now if self._apart is None else self._apart
         if self._has_served and isinstance(error, RankLost) and now > self._apart + RECOVERY_SECONDS:  # no rank was lost
             message = f"{error}; the ranks could not meet again for {RECOVERY_SECONDS:.0f} s"
-            with suppress(PipedecError):
-                self._scheduler.abort(self._place.rank, message)
-            raise RankLost(message)
+            with suppress(EpochEnded):  # one was lost after all
+                with suppress(SchedulerLost):
+                    self._scheduler.abort(self._place.rank, message)
+                raise RankLost(message)
         if not self._has_served and self._scheduler.current_epoch() is None:
             raise error  # the run is not up yet: lost ranks are not replaced
         if not self._transport.can_rejoin:

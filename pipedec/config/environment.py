@@ -9,6 +9,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import product
@@ -43,6 +44,12 @@ _SECRET = re.compile("KEY|TOKEN|PASS|SECRET|CREDENTIAL|AUTH|JWT|COOKIE")
 # Secrets within a value: of a URL or a proxy, of a query, of an option.
 _SECRET_PARTS = re.compile(r"(?i)(?<=//)\S*(?=@)|^(?!\w+://)\S*(?=@)|(?<=password=)[^&\s]*|(?<=--api-key[ =])\S+|(?<= -p )\S+")
 _SIGNS_OF_CONTAINERS = {"docker": "/.dockerenv", "podman": "/run/.containerenv", "apptainer": "/.singularity.d"}
+
+
+def c_compiler() -> str | None:
+    """The path of the C compiler that Triton runs: $CC, else gcc, else clang; None if there is none."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def optional_secret(name: str) -> str | None:
@@ -84,6 +91,11 @@ def captures_graphs() -> bool:
     if chosen not in ("on", "off"):
         raise UserError(f"PIPEDEC_GRAPHS must be on or off, not {chosen!r}")
     return chosen == "on"
+
+
+def triton_interpret() -> str | None:
+    """TRITON_INTERPRET: if it is set, kernels are defined also where torch is built for a CPU; 1 interprets them."""
+    return os.environ.get("TRITON_INTERPRET")
 
 
 def onednn_limit() -> str:

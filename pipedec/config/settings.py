@@ -34,6 +34,7 @@ Bytes = Annotated[int, Meta(ge=1)]
 Dtype = Literal["auto", "float32", "float64", "bfloat16", "float16"]
 Quantize = Literal["int8", "int4"]
 Dequantize = Literal["auto", "always", "never"]
+Kernels = Literal["auto", "torch"]
 Device = Literal["auto", "cpu", "cuda"]
 Dispatch = Annotated[
     Literal["windows", "tasks"],
@@ -156,6 +157,9 @@ class Numbers:
     dequantize: Annotated[
         Dequantize,
         Help("Widen weights that are stored in 4 or 8 bits as they are read; auto: on CPUs, where that is faster and fits."),
+    ] = "auto"
+    kernels: Annotated[
+        Kernels, Help("Computation on GPUs: auto: with pipedec's kernels, where Triton works; torch: without them.")
     ] = "auto"
 
 

@@ -32,6 +32,7 @@ from pipedec.model import (
     NewCapture,
     StageModel,
     checked_bita,
+    choose_kernels,
     device_capture,
     load_markov,
 )
@@ -210,6 +211,7 @@ def load_stage(
     config = model_config(spec.target, spec.settings.models.model_impl)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     numbers = spec.settings.numbers
+    choose_kernels(numbers.kernels, device)
     widens, _ = widened_weights(config, spec.dtype, device, numbers.dequantize)
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, numbers.quantize, widens)
     model.capture = capture(device)
@@ -229,6 +231,7 @@ def load_drafter(
     config = model_config(spec.draft)
     layers = range(config.num_hidden_layers)
     weights, _ = weights_on(spec, 0, device)
+    choose_kernels(spec.settings.numbers.kernels, device)
     widens, _ = widened_weights(config, weights.dtype, device, spec.settings.numbers.dequantize)
     model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize, widens)
     model.capture = capture(device)

@@ -77,7 +77,7 @@ def widened_weights(config: ModelConfig, dtype: str, device: torch.device, given
         return as_stored, Choice(f"{stored}, as stored", f"widened they take {_gb(wide)}, more than half of {_gb(memory)} here")
     has_kernels = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     return (
-        lambda format: not (has_kernels and format.has_kernel(dtype, on_gpu=False)),
+        lambda format: not (has_kernels and format.has_kernel(dtype)),
         Choice(f"{stored}, widened where torch has no kernel", "that is faster, and fits into memory"),
     )
 

@@ -70,6 +70,11 @@ class LayerShape:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def num_splits(self) -> int:
+        """Parts in which kernels read the past of a row: enough for a single one to keep a GPU's memory busy."""
+        return max(4, min(32, 1 << (64 // self.num_kv_heads).bit_length() - 1))
+
+    @property
     def cached(self) -> KVShape:
         if self.latents is not None:
             return KVShape(1, *self.latents)

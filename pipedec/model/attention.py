@@ -1,7 +1,7 @@
 """Attention of a forward's rows over the accepted past and the prediction tree (paper Algorithm 1).
 
 Each row attends to its own request's cache only. The scores over past and tree share one softmax; the past needs no mask. A call
-attends for one request, or with ``Rectangles`` for several. Knows caches and masks, but neither weights nor tokens.
+attends for one request, or by tables for several. Knows caches and masks, but neither weights nor tokens.
 
 Shape legend: R rows in this step, P past tokens, N tree slots including this step's rows, S = P + N, H query heads,
 K key-value heads, G = H / K, D head size, E hidden size, V vocabulary, L layers.
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedec.device import HOST, to_device
+from pipedec.device import HOST
 from pipedec.families import LayerShape, Reach
 from pipedec.model.cache import KVPool, Reader
+from pipedec.model.kernels.language import has_kernels
+from pipedec.model.kernels.tree_attention import paged_attention, reference, tile_tokens, visible_slots
 from pipedec.model.recurrent import Recurrence
+from pipedec.model.row_tables import RowTables
 from pipedec.model.rows import LaneRows
 from pipedec.tree import Visibility
 
@@ -39,6 +42,16 @@ class LayersShape:
     def masks(self) -> list[Mask]:
         """All that differ."""
         return list(dict.fromkeys(mask_of(layer) for layer in self.layers.values()))
+
+    @property
+    def tile_tokens(self) -> list[int]:
+        """The sizes of tiles that kernels use."""
+        return list(dict.fromkeys(tile_tokens(layer, self.dtype) for layer in self.layers.values()))
+
+    @property
+    def has_reach(self) -> bool:
+        """Whether a row of some layer does not see all earlier positions."""
+        return any(layer.reach is not None for layer in self.layers.values())
 
 
 def mask_of(layer: LayerShape) -> Mask:
@@ -135,6 +148,7 @@ class Rows:
     pool: KVPool
     attention: RowAttention
     recurrence: Recurrence | None = None
+    num_rows: Tensor | None = None  # int32 [1], of a captured forward: how many rows, the first ones, are not padding
 
 
 @dataclass(frozen=True)
@@ -153,14 +167,17 @@ class AttentionPart:
         if lane.visibility is None:
             plan = AttentionPlan.for_prefill(cache.past_length, tokens, shape.masks, shape.dtype, positions_R.device)
         else:
-            plan = AttentionPlan.for_tree(lane.visibility_of_tokens(), positions_R[:tokens], shape.masks, shape.dtype)
+            plan = AttentionPlan.for_tree(
+                lane.visibility_of_tokens().to(positions_R.device), positions_R[:tokens], shape.masks, shape.dtype
+            )
         slots = cache.ranges(0, cache.length + tokens)
         return cls(slice(first, first + tokens), plan, slots, cache.pool.reader(slots))
 
     @classmethod
     def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The mask rows of a lane whose rows begin at ``first``."""
-        visibility, positions_R, prompt = lane.visibility_of_masks(), lane.positions[lane.num_tokens :], len(lane.cache.prompt)
+        positions_R, prompt = lane.positions[lane.num_tokens :], len(lane.cache.prompt)
+        visibility = lane.visibility_of_masks().to(positions_R.device)
         plan = AttentionPlan.for_tree(visibility, positions_R, shape.masks, shape.dtype, prompt)
         rows, slots = slice(first + lane.num_tokens, first + lane.num_rows), lane.slots()
         return cls(rows, plan, slots, lane.cache.pool.reader(slots))
@@ -168,6 +185,25 @@ class AttentionPart:
     @property
     def num_slots(self) -> int:
         return sum(map(len, self.slots))
+
+
+class TableAttention:
+    """Attention of a forward's rows in one launch for all requests. No layer caches latents."""
+
+    def __init__(self, tables: RowTables, positions_R: Tensor, pool: KVPool, shape: LayersShape) -> None:
+        self._tables, self._positions_R, self._pool, self._layers = tables, positions_R, pool, shape.layers
+        self._visible: dict[Reach | None, Tensor] = {}
+
+    def attend(self, q_RHD: Tensor, layer: int, sinks_H: Tensor | None = None) -> Tensor:
+        """See ``RowAttention``."""
+        shape, pool, (keys_KSD, values_KSD) = self._layers[layer], self._pool, self._pool.keys_values(layer)
+        places = self._tables, self._positions_R
+        if has_kernels(q_RHD.device) and q_RHD.dtype != torch.float64:  # the kernel's sums are of 32 bits
+            return paged_attention(q_RHD, keys_KSD, values_KSD, *places, shape, pool.block, pool.prompt_slots, sinks_H)
+        if shape.reach not in self._visible:
+            num_slots = keys_KSD.shape[1]
+            self._visible[shape.reach] = visible_slots(*places, shape.reach, pool.block, num_slots, pool.prompt_slots)
+        return reference(q_RHD, keys_KSD, values_KSD, self._visible[shape.reach], shape, sinks_H)
 
 
 class LaneAttention:
@@ -228,14 +264,9 @@ def tree_attention(
         return out.permute(2, 0, 1, 3).reshape(rows, heads, -1)
     # The queries are folded to [1, K, R·G, D]: heads that share a key-value head become rows, so that keys need not be repeated.
     folded = q_RHD.view(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim)
-    sinks = None if sinks_H is None else folded_sinks(sinks_H, kv_heads, rows)
+    sinks = None if sinks_H is None else sinks_H.view(kv_heads, 1, -1).expand(-1, rows, -1).flatten(1)
     out = attend(folded, keys_KSD[None], values_KSD[None], bias, shape, sinks)
     return out.view(kv_heads, rows, group, -1).transpose(0, 1).reshape(rows, heads, -1)
-
-
-def folded_sinks(sinks_H: Tensor, kv_heads: int, rows: int) -> Tensor:
-    """The sinks of queries that are folded to [K, R·G]."""
-    return sinks_H.view(kv_heads, 1, -1).expand(-1, rows, -1).flatten(1)
 
 
 def attend(
@@ -294,51 +325,3 @@ def in_reach(visibility: Visibility, positions_R: Tensor, reach: Reach) -> Tenso
     positions_S = torch.cat((shared_positions, visibility.slot_positions()[: visibility.seen.shape[1]]))
     seen: Tensor = reach.includes(positions_R[:, None], positions_S)
     return seen
-
-
-@dataclass(frozen=True)
-class Rectangles:
-    """The rows of B requests, and the cache slots that they attend to, padded to the most rows M and slots N of any of them."""
-
-    rows: Tensor  # int64 [B, M], indices into the forward's rows; padded with a request's first row
-    slots: Tensor  # int64 [B, N], slots of the pool; padded with a request's first one
-    order: Tensor  # int64 [T], the T rows without padding, as indices into [B · M]
-
-    @classmethod
-    def of(cls, rows: Sequence[range], slots: Sequence[Sequence[range]], device: torch.device) -> Rectangles:
-        """The smallest rectangles for each request's range of the forward's rows and its runs of slots of the pool."""
-        most_rows, most_slots = max(map(len, rows)), max(sum(map(len, runs)) for runs in slots)
-        sizes = (len(rows), most_rows), (len(rows), most_slots), (sum(map(len, rows)),)
-        found = cls(*(torch.zeros(size, dtype=torch.int64) for size in sizes))
-        found.fill(rows, slots)
-        return cls(*(to_device(indices, device) for indices in (found.rows, found.slots, found.order)))
-
-    def fill(self, rows: Sequence[range], slots: Sequence[Sequence[range]]) -> None:
-        """Enter the requests' rows and slots (see ``of``) into rectangles on the host. The other entries keep their values."""
-        first = 0
-        for index, (own, runs) in enumerate(zip(rows, slots, strict=True)):
-            fill_indices(self.rows[index], [own])
-            fill_indices(self.slots[index], runs)
-            start = index * self.rows.shape[1]
-            torch.arange(start, start + len(own), out=self.order[first : first + len(own)])
-            first += len(own)
-
-    def folded(self, q_RHD: Tensor, kv_heads: int) -> Tensor:
-        """The queries of all requests, [B, K, M·G, D]: the heads that share a key-value head are rows."""
-        (requests, most_rows), head_dim = self.rows.shape, q_RHD.shape[2]
-        return q_RHD[self.rows].view(requests, most_rows, kv_heads, -1, head_dim).transpose(1, 2).flatten(2, 3)
-
-    def unfolded(self, folded: Tensor, heads: int) -> Tensor:
-        """[B, K, M·G, X], in the order of ``folded``, to [T, H, X]."""
-        requests, kv_heads, _, size = folded.shape
-        rows = folded.view(requests, kv_heads, self.rows.shape[1], -1, size).transpose(1, 2)
-        return rows.reshape(-1, heads, size)[self.order]
-
-
-def fill_indices(target: Tensor, ranges: Iterable[range]) -> None:
-    """Write the numbers of ``ranges`` one after the other, and pad with the first one."""
-    first = 0
-    for numbers in ranges:
-        torch.arange(numbers.start, numbers.stop, out=target[first : first + len(numbers)])
-        first += len(numbers)
-    target[first:] = target[0]

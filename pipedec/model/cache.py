@@ -91,12 +91,12 @@ class KVPool:
         return self._whole(layer)
 
     def write(self, layer: int, slots: slice | Tensor, keys_RKD: Tensor, values_RKD: Tensor) -> None:
-        """Write rows of any caches to ``slots``, a slice or int64 [R], of one layer."""
+        """Write rows of any caches to ``slots``, a slice or integers [R], of one layer."""
         for target, rows_RKD in zip(self.keys_values(layer), (keys_RKD, values_RKD), strict=True):
             if isinstance(slots, slice):
                 target[:, slots] = rows_RKD.transpose(0, 1)
             else:
-                target.index_copy_(1, slots, rows_RKD.transpose(0, 1))
+                target.index_copy_(1, slots.long(), rows_RKD.transpose(0, 1))
 
     def copy(self, sources: Sequence[int], targets: Iterable[range]) -> None:
         """Copy the contents of some slots to others, in all layers. All are read before any is written."""

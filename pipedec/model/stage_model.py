@@ -18,17 +18,20 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_NUM_SEQS
 from pipedec.families import DecoderConfig, ModelConfig, StateCounts, TransformersConfig, model_config
-from pipedec.model.attention import LaneAttention, RowAttention, Rows
+from pipedec.model.attention import LaneAttention, RowAttention, Rows, TableAttention
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
 from pipedec.model.captured_graphs import Capture, CapturedGraphs
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
-from pipedec.model.recurrent import LaneRecurrence
+from pipedec.model.kernels.language import has_kernels
+from pipedec.model.recurrent import LaneRecurrence, Recurrence
+from pipedec.model.row_tables import RowTables
 from pipedec.model.rows import LaneRows, slots_of
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.states import StatePool
+from pipedec.model.table_recurrence import TableRecurrence
 from pipedec.model.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class StageModel:
         self.stack = _stack(config, layers, Storage(dtype, self.device, quantize, widens))
         self.is_first, self.is_last = self.stack.is_first, self.stack.is_last
         self.flash = flash_kernel(dtype, self.device)[0] if _suits_flash(config) else None
+        self.uses_tables = has_kernels(self.device) and _suits_tables(config)
         self.capture: Capture | None = None
         self.capture_turn = 0, 1
         self._graphs: CapturedGraphs | None = None
@@ -141,7 +145,7 @@ class StageModel:
         pool, shape = lanes[0].cache.pool, self.stack.shape
         positions, lengths = torch.cat([lane.positions for lane in lanes]), torch.cat([lane.lengths() for lane in lanes])
         bucket = None
-        if self.capture is not None and self.stack.can_capture:
+        if self.capture is not None and self.stack.can_capture and _suits_tables(self.config):
             if self._graphs is None or self._graphs.pool is not pool:  # graphs contain the addresses of their pool
                 self._graphs = CapturedGraphs(shape, pool, self.capture)
             self._graphs.turn = self.capture_turn
@@ -149,13 +153,22 @@ class StageModel:
         if self._graphs is not None and bucket is not None:
             hidden_RE = self._graphs.forward(bucket, self.stack.forward, inputs, (positions, lengths), lanes)
         else:
-            flash = self.flash
-            attention: RowAttention = LaneAttention(lanes, shape) if flash is None else FlashLaneAttention(lanes, shape, flash)
-            recurrence = None if pool.states is None else LaneRecurrence(lanes)
+            attention, recurrence = self._attention(lanes, positions)
             hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention, recurrence))
         for lane in lanes:
             lane.append()
         return hidden_RE
+
+    def _attention(self, lanes: Sequence[LaneRows], positions: Tensor) -> tuple[RowAttention, Recurrence | None]:
+        """Attention and recurrence of a forward that is not captured."""
+        shape, pool = self.stack.shape, lanes[0].cache.pool
+        if self.flash is not None and FlashLaneAttention.suits(lanes):
+            return FlashLaneAttention(lanes, shape, self.flash), None if pool.states is None else LaneRecurrence(lanes)
+        if not self.uses_tables and (pool.states is None or not has_kernels(self.device)):
+            return LaneAttention(lanes, shape), None if pool.states is None else LaneRecurrence(lanes)
+        tables = RowTables.of(lanes, shape.tile_tokens, shape.has_reach)
+        attention = TableAttention(tables, positions, pool, shape) if self.uses_tables else LaneAttention(lanes, shape)
+        return attention, None if pool.states is None else TableRecurrence(tables, pool.states, lanes)
 
     @torch.inference_mode()
     def logits(self, hidden_RE: Tensor) -> Tensor:
@@ -174,6 +187,13 @@ def _stack(config: ModelConfig, layers: range, storage: Storage) -> StageLayers:
     return ModuleLayers(config, layers, storage)
 
 
+def _suits_tables(config: ModelConfig) -> bool:
+    """Whether no layer caches latents."""
+    return all(layer.latents is None for layer in config.attention_layers)
+
+
 def _suits_flash(config: ModelConfig) -> bool:
     """Whether flash-attention can read the caches of all layers."""
-    return all(layer.latents is None and layer.key_dim == layer.value_dim for layer in config.attention_layers)
+    layers = config.attention_layers
+    in_chunks = any(layer.reach is not None and layer.reach.is_chunk for layer in layers)
+    return not in_chunks and all(layer.latents is None and layer.key_dim == layer.value_dim for layer in layers)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipedec.core.limits import CAPTURED_ROWS
 from pipedec.model.cache import KVCache, KVPool
-from pipedec.model.captured_graphs import FEWEST_SLOTS, usual_sizes
 from pipedec.model.rows import LaneRows
 from pipedec.tree import Visibility
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from pipedec.model.stage_model import StageModel
 
 CHUNK = 2 * CAPTURED_ROWS  # rows of a prompt that are too many for a graph
+_PAST = 128  # slots of a short context
 _CPU_ROWS = 8  # enough to load everything on any processor
 _TURNS = 16  # a model captures new buckets only in every 16th forward
 
@@ -103,9 +103,9 @@ def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) 
     """
     context = min(usual.context, slots)
     rows = min(usual.rows, context)
-    short = min(max(FEWEST_SLOTS, rows), context)
+    short = min(max(_PAST, rows), context)
     if is_captured:
-        found = [FirstForward(*size) for size in reversed(usual_sizes(rows, context))]
+        found = [FirstForward(count, max(count, short)) for count in reversed(usual_rows(rows))]
         if context > CAPTURED_ROWS:
             found.append(FirstForward(min(CHUNK, context), min(CHUNK, context), is_prompt=True))
     else:
@@ -113,3 +113,8 @@ def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) 
     if 0 < num_masks < short:
         found.append(FirstForward(num_masks + 1, short, is_prompt=True, masks=num_masks))
     return found
+
+
+def usual_rows(rows: int) -> list[int]:
+    """The numbers of rows, ascending, of forwards of one request, one for each bucket up to this number."""
+    return [min(1 << exponent, rows) for exponent in range((rows - 1).bit_length() + 1)]

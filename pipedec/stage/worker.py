@@ -75,7 +75,7 @@ class Lane:
         positions, visibility = to_device(self.forest.positions_of(rows), self._device), self.forest.visibility(rows)
         threads = None if self.forest.threads is None else self.forest.threads[rows].tolist()
         self._awaited.difference_update(threads or ())
-        return LaneRows(positions, self.cache, visibility.to(self._device), num_masks=num_masks, threads=threads)
+        return LaneRows(positions, self.cache, visibility, num_masks=num_masks, threads=threads)
 
     def sync(self, verdict: Verdict) -> tuple[Advance, ThreadChanges] | None:
         """Replay a verdict: commit and prune forest and cache. Returns the changes of rows and threads; None without tokens."""
@@ -148,7 +148,8 @@ class StageWorker:
         self._faults = RequestFaults(rank_name(stage), self._drop)
         self.rows = 0
         self.pruned_rows = 0
-        self.experts = self.expert_layers = 0
+        self.experts: int | Tensor = 0  # once counted, on the device: only who reads it waits
+        self.expert_layers = 0
 
     @property
     def num_lanes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pipedec.engine.build import load_drafter, load_stage
 from pipedec.engine.local import LocalPipeline
 from pipedec.methods import METHODS, BestFirstOptions
 from pipedec.model import Usual
-from pipedec.model.captured_graphs import usual_sizes
+from pipedec.model.warm_up import usual_rows
 
 __all__ = ["models"]  # a fixture
 
@@ -30,7 +31,9 @@ def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method
         captures.append(Repeated())
         return captures[-1]
 
-    spec = bare_spec(models / "target", LAYERS, (4, 4), models / "near", models / "bita", dtype="float32", draft_dtype="float32")
+    spec = replace(
+        bare_spec(models / "target", LAYERS, (4, 4), models / "near", models / "bita", draft_dtype="float32"), agreed_slots=1024
+    )
     cpu = torch.device("cpu")
     stages = [load_stage(spec, rank, cpu, capture=capture) for rank in range(1, 5)]
     drafter = load_drafter(spec, cpu, capture=capture)
@@ -40,7 +43,7 @@ def test_warmed_up_stages_capture_nothing_while_they_answer(models: Path, method
     assert all(stage.rows == stage.pruned_rows == stage.num_lanes == 0 for stage in stages)
     assert drafter.num_lanes == drafter.used_slots == 0
     before = [one.captures for one in captures]
-    assert before == [len(usual_sizes(spec.knee, 512))] * 5
+    assert before == [len(usual_rows(spec.knee))] * 5
     replays = [one.replays for one in captures]
     resources = Resources(Experience(4), drafter, trained_masks=spec.trained_masks)
     pipeline = LocalPipeline(spec, stages, Scheduler(resources, knee=spec.knee))

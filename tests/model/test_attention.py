@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pipedec.families import LayerShape, Reach
-from pipedec.model.attention import AttentionPlan, attention_with_lse, mask_of, tree_attention
-from pipedec.model.flash_lanes import merge_by_lse
+from pipedec.model.attention import AttentionPlan, mask_of, tree_attention
 from pipedec.tree import Visibility
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
@@ -97,27 +96,6 @@ def test_attention_is_that_of_the_definition(layer, with_sinks, dtype, tolerance
         exact = as_defined(*(part.double() for part in (q, keys, values)), seen, layer, None if sinks is None else sinks.double())
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=0)
-
-
-def with_lse(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """out_RHD, lse_RH."""
-    folded = q.unflatten(1, (KV_HEADS, -1)).transpose(0, 1).flatten(1, 2)
-    parts = attention_with_lse(folded, keys, values, None, shape())
-    out, lse = (part.unflatten(1, (len(q), -1)).transpose(0, 1).flatten(1, 2) for part in parts)
-    return out, lse
-
-
-def test_merging_by_log_sum_exp_equals_one_softmax():
-    q, keys, values, _ = random_step(4, 10, 0, torch.float64)
-    whole, lse = with_lse(q, keys, values)
-    first = with_lse(q, keys[:, :9], values[:, :9])
-    second = with_lse(q, keys[:, 9:], values[:, 9:])
-    torch.testing.assert_close(merge_by_lse(*first, *second), (whole, lse), atol=1e-13, rtol=0)
-    scores = torch.einsum("rhd,hsd->rhs", q, keys.repeat_interleave(HEADS // KV_HEADS, 0)) / HEAD_DIM**0.5
-    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=1e-13, rtol=0)
-    out_a, out_b = torch.full((1, 1, 2), 3.0), torch.full((1, 1, 2), 5.0)
-    far, _ = merge_by_lse(out_a, torch.tensor([[-1e4]]), out_b, torch.tensor([[1e4]]))
-    assert torch.equal(far, out_b)
 
 
 @pytest.mark.parametrize(("window", "hidden"), [(None, 0), (5, 2)])

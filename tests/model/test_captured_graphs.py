@@ -18,13 +18,16 @@ from support.kv_caches import read_cache
 from support.random_requests import Requests
 from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from pipedec.config.environment import captures_graphs
 from pipedec.core.errors import UserError
-from pipedec.core.limits import CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.core.limits import CAPTURED_ROWS
 from pipedec.families import model_config
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
-from pipedec.model.captured_graphs import Bucket, CapturedGraphs
+from pipedec.model.captured_graphs import bucket_of
+from pipedec.model.kernels import language
+from pipedec.model.row_tables import MOST_REQUESTS
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,6 +50,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_tiny(family, folder / name, **changes)
         save_random_bita(folder / f"{name}-bita", folder / name, 2)
     save_tiny("qwen3_5_text", folder / "hybrid", **HYBRID)
+    mixture = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8, 
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(mixture).save_pretrained(folder / "mixture")
     return folder
 
 
@@ -107,15 +115,20 @@ def test_padded_forwards_of_many_requests_equal_those_without_padding(
     assert captured.capture.replays == 6
 
 
-@examples(30)
-@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 6))
-def test_padded_forwards_of_recurrent_layers_equal_those_without_padding(directory: Path, seed: int, count: int) -> None:
-    """Rows of trees with others in flight; chunks of prompts are not captured."""
-    plain, captured = (load(directory, "transformers:hybrid") for _ in range(2))
+@pytest.mark.fast_cases
+@pytest.mark.parametrize("name", ["hybrid", "mixture"])
+@examples(20)
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 3))
+def test_padded_forwards_of_transformers_modules_equal_those_without_padding(
+    directory: Path, name: str, seed: int, count: int
+) -> None:
+    """With recurrent layers, of which chunks of prompts are not captured, and with experts, which padding does not reach."""
+    plain, captured = (load(directory, f"transformers:{name}") for _ in range(2))
     captured.capture = capture = Frozen()
-    alone, padded = Requests(plain, seed, count, 16, False), Requests(captured, seed, count, 16, True)
-    for _ in range(8):
+    alone, padded = Requests(plain, seed, count, 2, False), Requests(captured, seed, count, 2, True)
+    for _ in range(4):
         torch.testing.assert_close(padded.forward(), alone.forward(), atol=1e-4, rtol=1e-4)  # decays are in float32
+        assert captured.stack.experts_read == plain.stack.experts_read
         alone.advance()
         padded.advance()
     assert capture.captures <= capture.replays
@@ -216,41 +229,39 @@ def test_quantized_stages_are_one_graph(tmp_path: Path, graph_counts: dict[str, 
     assert graph_counts["stats"]["unique_graphs"] == 1 and not graph_counts["graph_break"]
 
 
-def test_large_and_uneven_forwards_are_computed_as_they_are(directory: Path) -> None:
+def test_a_stage_with_room_for_64_rows_has_7_graphs(directory: Path) -> None:
+    """One of 1, 2, 4, … 64 rows, however long the pasts are and however many requests; up to the most, 256 rows, they are 9."""
+    pool = load(directory, "llama").make_pool(1 << 13)
+    short, long = new_cache(pool), new_cache(pool, 512)
+    long.append(300, to_past=True)
+    buckets = {rows: {bucket_of([tree(short, rows)]), bucket_of([tree(long, rows)])} for rows in range(1, CAPTURED_ROWS + 1)}
+    for rows in range(2, CAPTURED_ROWS + 1):
+        buckets[rows].add(bucket_of([tree(short, rows - 1), tree(long, 1)]))
+    graphs = {rows: set[int | None]().union(*(buckets[count] for count in range(1, rows + 1))) for rows in (64, CAPTURED_ROWS)}
+    assert graphs == {64: {1, 2, 4, 8, 16, 32, 64}, 256: {1, 2, 4, 8, 16, 32, 64, 128, 256}}
+
+
+def test_large_forwards_are_computed_as_they_are(directory: Path) -> None:
     stage = load(directory, "llama")
     stage.capture = repeated = Repeated()
-    pool = stage.make_pool(4 * CAPTURED_SLOTS)
-    caches = [new_cache(pool, 512 * index) for index in range(64)]
-    assert Bucket.of([tree(caches[0], CAPTURED_ROWS)]) == Bucket(CAPTURED_ROWS, 1, CAPTURED_ROWS, 256)
-    assert Bucket.of([tree(caches[0], CAPTURED_ROWS + 1)]) is None
-    assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:4])]) == Bucket(64, 4, 64, 128)
-    assert Bucket.of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:10])]) is None
-    long = new_cache(pool, CAPTURED_SLOTS, 2 * CAPTURED_SLOTS)
-    long.append(CAPTURED_SLOTS - 1, to_past=True)
-    assert Bucket.of([tree(long, 1)]) == Bucket(1, 1, 1, CAPTURED_SLOTS)
-    assert Bucket.of([tree(long, 2)]) is None
-    long.reset()
-    long.append(CAPTURED_SLOTS // 2, to_past=True)
-    assert Bucket.of([tree(long, 65)]) is None
+    pool = stage.make_pool(1 << 15)
+    caches = [new_cache(pool, 512 * index) for index in range(MOST_REQUESTS + 1)]
+    assert bucket_of([tree(caches[0], CAPTURED_ROWS)]) == CAPTURED_ROWS
+    assert bucket_of([tree(caches[0], CAPTURED_ROWS + 1)]) is None
+    assert bucket_of([tree(caches[0], 60), *(tree(cache, 1) for cache in caches[1:5])]) == 64
+    assert bucket_of([tree(cache, 1) for cache in caches[:MOST_REQUESTS]]) == MOST_REQUESTS
+    assert bucket_of([tree(cache, 1) for cache in caches]) is None
+    long = new_cache(pool, 1 << 14, 1 << 14)
+    long.append((1 << 14) - 1, to_past=True)
+    assert bucket_of([tree(long, 1)]) == 1
+    in_threads = LaneRows(torch.zeros(256, dtype=torch.int64), new_cache(pool, 1 << 14, 1 << 14), Visibility(
+        torch.ones(256, 256, dtype=torch.bool), 0, lambda: torch.zeros(256, dtype=torch.int64)))  # fmt: skip
+    assert bucket_of([in_threads]) == 256
     rows = CAPTURED_ROWS + 1
     found = stage.forward(inputs_of(stage, rows), [chunk(caches[0], rows)])
     stage.capture = None
     assert repeated.captures == 0
     torch.testing.assert_close(found, stage.forward(inputs_of(stage, rows), [chunk(caches[1], rows)]))
-
-
-def test_further_buckets_are_not_captured(directory: Path) -> None:
-    stage, repeated = load(directory, "llama"), Repeated()
-    cache = new_cache(stage.make_pool(512))
-    graphs = CapturedGraphs(stage.stack.shape, cache.pool, repeated, most_graphs=2)
-    captured = []
-    for rows in (1, 2, 3, 4, 1, 9):
-        inputs, lanes = inputs_of(stage, rows), [chunk(cache, rows)]
-        if (bucket := graphs.bucket_of(lanes)) is not None:
-            places = torch.arange(rows), torch.arange(rows)
-            graphs.forward(bucket, lambda inputs, _: inputs, inputs, places, lanes)
-            captured.append(rows)
-    assert captured == [1, 2, 1] and (repeated.captures, repeated.replays) == (2, 3)
 
 
 def test_another_pool_has_graphs_of_its_own(directory: Path) -> None:
@@ -272,9 +283,11 @@ def test_a_cpu_captures_nothing_and_the_switch_takes_two_values(monkeypatch: pyt
         captures_graphs()
 
 
-def test_users_are_told_that_gpus_capture() -> None:
+def test_users_read_how_attention_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    why = "flash-attention needs 16 bits"
-    assert described_attention(torch.float32, cuda, True) == ("SDPA", f"{why}; SDPA in CUDA graphs for few rows")
-    assert described_attention(torch.float32, cuda, False) == ("SDPA", why)
-    assert described_attention(torch.float32, cpu, True) == ("SDPA", "flash-attention needs CUDA")
+    assert described_attention(torch.float32, cpu, "kernels need CUDA") == ("SDPA", "kernels need CUDA")
+    monkeypatch.setattr(language, "devices", set())
+    assert described_attention(torch.float32, cuda, "as given") == ("SDPA", "as given; flash-attention needs 16 bits")
+    assert device_capture(cuda) is None
+    monkeypatch.setattr(language, "devices", {"cuda"})
+    assert described_attention(torch.float32, cuda, "why") == ("Triton", "why; flash-attention needs 16 bits")

@@ -11,10 +11,9 @@ from support.captures import Repeated
 from support.checkpoints import save_tiny
 from torch import Tensor
 
-from pipedec.core.limits import CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.core.limits import CAPTURED_ROWS
 from pipedec.model import BitaWeights, FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
-from pipedec.model.captured_graphs import FEWEST_SLOTS, Bucket, usual_sizes
-from pipedec.model.warm_up import CHUNK, first_forwards
+from pipedec.model.warm_up import CHUNK, first_forwards, usual_rows
 
 
 @pytest.fixture(scope="module")
@@ -31,30 +30,12 @@ def load(directory: Path, layers: range) -> StageModel:
     return stage
 
 
-@pytest.mark.parametrize("rows", [1, 23, 75])
-@pytest.mark.parametrize("slots", [40, 1000, 131_072])
-def test_one_size_is_warmed_up_for_each_bucket_of_one_request(rows: int, slots: int) -> None:
-    rows = min(rows, slots)
-    needed = {Bucket.of_one(count, context) for count in range(1, rows + 1) for context in _contexts(count, slots)}
-    sizes = usual_sizes(rows, slots)
-    assert all(count <= min(rows, context) and context <= slots for count, context in sizes)
-    buckets = [Bucket.of_one(*size) for size in sizes]
-    assert len(set(buckets)) == len(buckets) and set(buckets) == {bucket for bucket in needed if bucket.is_small}
-    assert len(buckets) <= 8 * 9, "of 256 graphs, so that others have room"
-
-
-def _contexts(rows: int, slots: int) -> list[int]:
-    powers = [FEWEST_SLOTS << exponent for exponent in range(12)]
-    return sorted({min(power, slots) for power in powers if rows <= min(power, slots)})
-
-
-def test_a_usual_pipeline_warms_up_with_42_buckets_and_a_long_chunk() -> None:
+def test_a_usual_pipeline_warms_up_with_7_buckets_and_a_long_chunk() -> None:
     forwards = first_forwards(Usual(64, 4096), 100_000, is_captured=True, num_masks=0)
-    assert len(forwards) == 7 * 6 + 1 and forwards[-1] == FirstForward(CHUNK, CHUNK, is_prompt=True)
-    assert forwards[0] == FirstForward(64, 4096) and CHUNK > CAPTURED_ROWS
-    assert max(one.slots for one in first_forwards(Usual(64, 10**6), 10**6, True, 0)) == CAPTURED_SLOTS
-    assert max(one.slots for one in first_forwards(Usual(64, 4096), 1000, True, 0)) == 1000, "the pool has no more"
-    assert max(one.rows for one in first_forwards(Usual(64, 200), 10**6, True, 0)) == 64, "there are no long chunks"
+    assert [one.rows for one in forwards] == [64, 32, 16, 8, 4, 2, 1, CHUNK] and CHUNK > CAPTURED_ROWS
+    assert forwards[-1] == FirstForward(CHUNK, CHUNK, is_prompt=True)
+    assert [one.rows for one in first_forwards(Usual(23, 40), 1000, True, 0)] == [23, 16, 8, 4, 2, 1], "there are no long chunks"
+    assert max(one.rows for one in first_forwards(Usual(64, 4096), 40, True, 0)) == 40, "the pool has no more"
     assert len(first_forwards(Usual(64, 4096), 100_000, is_captured=False, num_masks=3)) == 3
 
 
@@ -75,7 +56,7 @@ def test_a_warmed_up_model_computes_as_before_and_captures_nothing_usual(directo
     warm_up(warm, pools[1], Usual(16, 500), use, lambda done, total: told.append((done, total)), turn=3)
     assert used == first_forwards(Usual(16, 500), 1024, True, 3) and told == [(done, len(used)) for done in range(len(used) + 1)]
     captures = warm.capture.captures
-    assert captures == len(usual_sizes(16, 500)) == 15
+    assert captures == len(usual_rows(16)) == 5
     caches = [KVCache(pool, ((0, 512),)) for pool in pools]
     for rows in (16, 16, 3, 1, 11):
         generator = torch.Generator().manual_seed(rows)
