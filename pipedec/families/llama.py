@@ -133,13 +133,13 @@ class LlamaDecoder(Decoder):
         self.activation = Activation(config.hidden_act)
         self.down = Linear(("mlp.down_proj",), inner, (hidden,), mlp_bias)
 
-    def forward(self, hidden_RE: Tensor, heads: Heads) -> Tensor:
-        hidden_RE = self.attention(self.input_norm(hidden_RE), heads).add_(hidden_RE)
-        return self.mlp(self.post_norm(hidden_RE)).add_(hidden_RE)
+    def forward(self, rows_RE: Tensor, residual_RE: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
+        rows_RE, residual_RE = self.input_norm.added(rows_RE, residual_RE)
+        rows_RE, residual_RE = self.post_norm.added(self.attention(rows_RE, heads), residual_RE)
+        return self.mlp(rows_RE), residual_RE
 
     def attention(self, rows_RE: Tensor, heads: Heads) -> Tensor:
         return self.output(heads.attend(*heads.split(self.qkv(rows_RE))))
 
     def mlp(self, rows_RE: Tensor) -> Tensor:
-        gate_RI, up_RI = self.gate_up(rows_RE).chunk(2, dim=-1)
-        return self.down(self.activation(gate_RI).mul_(up_RI))
+        return self.down(self.activation.gated(self.gate_up(rows_RE)))

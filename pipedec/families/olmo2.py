@@ -35,12 +35,12 @@ class Olmo2Decoder(LlamaDecoder):
         self.key_norm = RMSNorm("self_attn.k_norm", keys, eps)
         self.post_norm = RMSNorm("post_feedforward_layernorm", config.hidden_size, eps)
 
-    def forward(self, hidden_RE: Tensor, heads: Heads) -> Tensor:
-        hidden_RE = self.post_attention_norm(self.attention(hidden_RE, heads)).add_(hidden_RE)
-        return self.post_norm(self.mlp(hidden_RE)).add_(hidden_RE)
+    def forward(self, rows_RE: Tensor, residual_RE: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
+        hidden_RE = self.post_attention_norm.added_to(rows_RE, self.attention(rows_RE, heads))
+        return self.post_norm.added_to(hidden_RE, self.mlp(hidden_RE)), None
 
     def attention(self, rows_RE: Tensor, heads: Heads) -> Tensor:
         qkv_RX, (queries, keys, _) = self.qkv(rows_RE), self.qkv.outputs
-        qkv_RX[:, :queries] = self.query_norm(qkv_RX[:, :queries])
-        qkv_RX[:, queries : queries + keys] = self.key_norm(qkv_RX[:, queries : queries + keys])
+        self.query_norm.replace(qkv_RX[:, :queries])
+        self.key_norm.replace(qkv_RX[:, queries : queries + keys])
         return self.output(heads.attend(*heads.split(qkv_RX)))

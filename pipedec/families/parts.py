@@ -40,6 +40,18 @@ class RMSNorm(Part):
     def tensors(self) -> dict[str, Shape]:
         return {f"{self.name}.weight": (self.size,)}
 
+    def added(self, rows: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """norm(rows + residual), and rows + residual, in the memory of ``rows``; without a residual norm(rows), and rows."""
+        raise TypeError(f"{self} has no weights yet")
+
+    def added_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        """residual + norm(rows), in the memory of ``rows``."""
+        raise TypeError(f"{self} has no weights yet")
+
+    def replace(self, rows: Tensor) -> None:
+        """Let norm(rows) take the place of ``rows``."""
+        raise TypeError(f"{self} has no weights yet")
+
 
 @dataclass(frozen=True)
 class Linear(Part):
@@ -65,6 +77,10 @@ class Activation(Part):
 
     name: str
 
+    def gated(self, gate_up: Tensor) -> Tensor:
+        """activation(gate) · up, [R, I], of rows [R, 2 · I] in which gate and up follow each other."""
+        raise TypeError(f"{self} has no function yet")
+
 
 class Heads(Protocol):
     """The attention of a layer over what the rows' requests have cached."""
@@ -72,16 +88,22 @@ class Heads(Protocol):
     def split(self, qkv_RX: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys and values that follow each other in a row, as queries_keys [R, H + K, D] and values_RKD: views."""
 
-    def attend(self, queries_keys: Tensor, values_RKD: Tensor) -> Tensor:
-        """Rotate queries and keys by the rows' positions, cache keys and values, and attend: [R, H · D]."""
+    def attend(self, queries_keys: Tensor, values_RKD: Tensor, norms: tuple[RMSNorm, RMSNorm] | None = None) -> Tensor:
+        """Rotate queries and keys by the rows' positions, cache keys and values, and attend: [R, H · D].
+
+        ``norms``: of each head's queries and of its keys, before they are rotated; None without. ``queries_keys`` may be changed.
+        """
 
 
 class Decoder(ABC):
     """A layer. Its parts are its attributes."""
 
     @abstractmethod
-    def forward(self, hidden_RE: Tensor, heads: Heads) -> Tensor:
-        """hidden_RE of the layer. May change ``hidden_RE`` only if it returns it."""
+    def forward(self, rows_RE: Tensor, residual_RE: Tensor | None, heads: Heads) -> tuple[Tensor, Tensor | None]:
+        """Rows and residual for the next layer, whose first norm adds them (see ``RMSNorm.added``): hidden_RE is their sum.
+
+        May change the memory of ``rows_RE`` only if there is a residual, and that of ``residual_RE`` not at all.
+        """
 
     def parts(self) -> dict[str, Part]:
         """By attribute."""

@@ -65,12 +65,8 @@ class Qwen3Decoder(LlamaDecoder):
 
     def __init__(self, config: Qwen3Config) -> None:
         super().__init__(config)
-        self.num_heads = config.num_attention_heads
         self.query_norm = RMSNorm("self_attn.q_norm", config.head_size, config.rms_norm_eps)
         self.key_norm = RMSNorm("self_attn.k_norm", config.head_size, config.rms_norm_eps)
 
     def attention(self, rows_RE: Tensor, heads: Heads) -> Tensor:
-        queries_keys, values_RKD = heads.split(self.qkv(rows_RE))
-        queries_keys[:, : self.num_heads] = self.query_norm(queries_keys[:, : self.num_heads])
-        queries_keys[:, self.num_heads :] = self.key_norm(queries_keys[:, self.num_heads :])
-        return self.output(heads.attend(queries_keys, values_RKD))
+        return self.output(heads.attend(*heads.split(self.qkv(rows_RE)), (self.query_norm, self.key_norm)))

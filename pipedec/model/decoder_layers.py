@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import cast
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,8 +17,10 @@ from pipedec.core.errors import UserError
 from pipedec.families import Activation, Decoder, DecoderConfig, LayerShape, Linear, Part, RMSNorm, Shape
 from pipedec.formats import Format
 from pipedec.model.attention import Rows
+from pipedec.model.kernels import add_rms_norm, rope_write, silu_mul
+from pipedec.model.kernels.language import has_kernels
 from pipedec.model.matrices import Matrix, Products
-from pipedec.model.rotary import CosSin, Rotary, rotate
+from pipedec.model.rotary import CosSin, Rotary
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
 from pipedec.model.weights import Checkpoint, Target
 
@@ -40,9 +42,11 @@ class DecoderLayers(StageLayers):
         embedding_VE = self._embedding_VE
         hidden_RE = inputs if embedding_VE is None else self.embedded(inputs, embedding_VE.rows)
         cos_sin = self._rotary.cos_sin(rows.positions, rows.lengths)
+        residual_RE = None
         for index, decoder in enumerate(self._decoders):
-            hidden_RE = decoder.forward(hidden_RE, RotaryHeads(self.shape.layers[index], index, cos_sin, rows))
-        return hidden_RE
+            heads = RotaryHeads(self.shape.layers[index], index, cos_sin, rows)
+            hidden_RE, residual_RE = decoder.forward(hidden_RE, residual_RE, heads)
+        return hidden_RE if residual_RE is None else hidden_RE.add_(residual_RE)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
         assert self._norm is not None and self._head_VE is not None
@@ -100,35 +104,47 @@ class RotaryHeads:
         heads = qkv_RX.view(-1, queries_keys + shape.num_kv_heads, shape.key_dim)
         return heads[:, :queries_keys], heads[:, queries_keys:]
 
-    def attend(self, queries_keys: Tensor, values_RKD: Tensor) -> Tensor:
-        heads, rows = self._shape.num_heads, self._rows
-        rotated = rotate(queries_keys, *self._cos_sin)
-        rows.pool.write(self._layer, rows.slots, rotated[:, heads:], values_RKD)
-        return rows.attention.attend(rotated[:, :heads], self._layer).flatten(1)
+    def attend(self, queries_keys: Tensor, values_RKD: Tensor, norms: tuple[Part, Part] | None = None) -> Tensor:
+        rows = self._rows
+        rotate = rope_write.rope_write if has_kernels(values_RKD.device) else rope_write.reference
+        bound = cast("tuple[_BoundNorm, _BoundNorm] | None", norms)
+        weights = None if bound is None else (bound[0].weight_eps, bound[1].weight_eps)
+        q_RHD = rotate(queries_keys, values_RKD, self._cos_sin, rows.pool, self._layer, rows.slots, weights)
+        return rows.attention.attend(q_RHD, self._layer).flatten(1)
 
 
 class _BoundNorm(Part):
     """A norm with its weight."""
 
     def __init__(self, part: RMSNorm, storage: Storage) -> None:
-        self._part, self._weight_X = part, storage.empty(part.size)
-        self._size, self._is_float32 = (part.size,), storage.dtype == torch.float32
+        self._part = part
+        self.weight_eps: rope_write.Norm = storage.empty(part.size), part.eps
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        weight_X, eps = self._weight_X, self._part.eps
-        if self._is_float32:
-            return torch.rms_norm(rows, self._size, weight_X, eps)
-        return torch.rms_norm(rows.float(), self._size, eps=eps).to(weight_X.dtype) * weight_X
+    def __call__(
+        self, rows: Tensor, before: Tensor | None = None, after: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """See ``add_rms_norm``."""
+        norm = add_rms_norm.add_rms_norm if has_kernels(rows.device) else add_rms_norm.reference
+        return norm(rows, *self.weight_eps, before, after, out)
+
+    def added(self, rows: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self(rows, before=residual), rows
+
+    def added_to(self, residual: Tensor, rows: Tensor) -> Tensor:
+        return self(rows, after=residual, out=rows)
+
+    def replace(self, rows: Tensor) -> None:
+        self(rows, out=rows)
 
     def prepare(self) -> None:
         """A vector is kept as it is."""
 
     def held(self) -> list[Tensor]:
-        return [self._weight_X]
+        return [self.weight_eps[0]]
 
     def targets(self, prefix: str) -> dict[str, Target]:
         """Where the tensors of a checkpoint are read to, by name."""
-        return {prefix + name: self._weight_X for name in self._part.tensors()}
+        return {prefix + name: self.weight_eps[0] for name in self._part.tensors()}
 
 
 class _BoundLinear(Part):
@@ -168,8 +184,10 @@ class _BoundActivation(Part):
     def __init__(self, name: str) -> None:
         self._function = activation(name)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        return self._function(rows)
+    def gated(self, gate_up: Tensor) -> Tensor:
+        if self._function is functional.silu and has_kernels(gate_up.device):
+            return silu_mul.silu_mul(gate_up)
+        return silu_mul.reference(gate_up, self._function)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
