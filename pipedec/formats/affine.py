@@ -142,13 +142,13 @@ class Affine(Format):
         dtype = dtypes.get(self.scales.suffix)
         return self if dtype not in SCALE_DTYPES else replace(self, scales=replace(self.scales, dtype=dtype))
 
-    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
-        """4 bits in some groups; on a processor also 8 bits with a scale for each output."""
+    def has_kernel(self, dtype: str) -> bool:
+        """4 bits in some groups, and 8 bits with a scale for each output."""
         if dtype != "bfloat16" or self.is_ordered:
             return False
         if self.bits == 4:
             return self.group in KERNEL_GROUPS
-        return not on_gpu and self.group == 0 and self.zeros is None
+        return self.group == 0 and self.zeros is None
 
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         outputs, inputs = shape

@@ -107,9 +107,9 @@ class Format(ABC):
         del dtypes
         return self
 
-    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
-        """Whether torch multiplies rows of this dtype by the matrix as it lies in memory, without widening it first."""
-        del dtype, on_gpu
+    def has_kernel(self, dtype: str) -> bool:
+        """Whether torch on a processor multiplies rows of this dtype by the matrix as it lies in memory, without widening it."""
+        del dtype
         return False
 
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
@@ -132,9 +132,6 @@ class Plain(Format):
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return {"weight": FileTensor(FLOATS, shape, None if not shape else 0)}
-
-    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
-        return True
 
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         return math.prod(shape) * element_bytes
@@ -232,9 +229,6 @@ class Rounded(Format):
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:
         return PLAIN.tensors(shape)
-
-    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
-        return self.bits == 4 and dtype == "bfloat16" and on_gpu
 
     def held_bytes(self, shape: Shape, element_bytes: int) -> int:
         outputs, inputs = shape

@@ -35,9 +35,8 @@ class Ggml(Format):
     def block_bytes(self) -> int:
         return BLOCKS[self.type][1]
 
-    def has_kernel(self, dtype: str, on_gpu: bool = True) -> bool:
+    def has_kernel(self, dtype: str) -> bool:
         """Whether it is a group of 4 bits with a scale and the weight of 0, which torch's kernel reads."""
-        del on_gpu
         return self.type in _KERNEL_TYPES and dtype == "bfloat16"
 
     def tensors(self, shape: Shape) -> dict[str, FileTensor]:

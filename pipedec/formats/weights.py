@@ -15,10 +15,12 @@ class WeightFormat:
         dtype: of activations, caches, and weights that are not quantized.
         quantize: ``int8`` or ``int4`` for the matrices of the layers, embedding and head then take 8 bits; None for those of the
             checkpoint.
+        kernels: whether GPUs compute with quantized matrices as they are stored; without, they widen them for each product.
     """
 
     dtype: str
     quantize: str | None = None
+    kernels: bool = True
 
     def __str__(self) -> str:
         return self.dtype if self.quantize is None else f"{self.dtype}, weights in {self.quantize}"

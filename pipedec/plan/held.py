@@ -24,7 +24,7 @@ class HeldWeights:
         parameters: numbers that they stand for.
         num_bytes: in memory.
         kernel_bytes: of those, of quantized matrices that a kernel for GPUs reads as they are.
-        widening_bytes: memory traffic of a GPU that widens the other quantized matrices for each product.
+        widening_bytes: memory traffic of a GPU that instead widens them for each product.
         widened_bytes: of a weight, at the most, while it is widened there; 0 if none is.
         experts: the routed experts among them, by their shape: all are in memory, but a pass reads those of its rows alone.
     """
@@ -48,7 +48,7 @@ class HeldWeights:
         )  # fmt: skip
 
     def read_bytes(self, on_gpu: bool) -> int:
-        """Memory traffic of one pass in which all are read. A GPU without a kernel widens matrices in its memory, where each
+        """Memory traffic of one pass in which all are read. A GPU without kernels widens matrices in its memory, where each
         operation reads and writes them again. A processor widens them in its cache.
         """
         return self.num_bytes + (self.widening_bytes if on_gpu else 0)
@@ -60,7 +60,7 @@ def held(format: Format, shape: Shape, weights: WeightFormat) -> HeldWeights:
     parameters, num_bytes = prod(shape), format.held_bytes(shape, weights.element_bytes)
     if isinstance(format, Plain):
         return HeldWeights(parameters, num_bytes)
-    if format.has_kernel(weights.dtype):
+    if weights.kernels:
         return HeldWeights(parameters, num_bytes, kernel_bytes=num_bytes)
     traffic, most = _widening(format, weights.element_bytes)
     return HeldWeights(parameters, num_bytes, widening_bytes=parameters * traffic, widened_bytes=most)

@@ -19,13 +19,12 @@ from pipedec.core.errors import UserError
 from pipedec.families import ModelImpl, model_by_name, model_config
 from pipedec.formats import ROUNDED, WeightFormat
 from pipedec.model import LaneRows, StageModel
-from pipedec.model.formats import base, empty_matrix, packing, rounded
+from pipedec.model.formats import base, empty_matrix, rounded
 from pipedec.model.formats.rounded import Int4Matrix, RoundedMatrix
 from pipedec.plan.costs import ModelCosts
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-PACKING = "_convert_weight_to_int4pack"
 
 
 def random_weight(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
@@ -107,33 +106,6 @@ def test_in_bfloat16_the_bits_of_a_row_do_not_depend_on_other_rows(kind: str) ->
         assert torch.equal(matrix.linear(rows[:count]), together[:count])
 
 
-def cuda_layout(pairs_NK: torch.Tensor, tiles: int) -> torch.Tensor:
-    """What ``PACKING`` makes on a GPU: every lane of a warp has 8 values of an output in 4 bytes."""
-    outputs, inputs = len(pairs_NK), 2 * pairs_NK.shape[1]
-    assert outputs % 8 == 0 and inputs % (16 * tiles) == 0, "as the kernel demands"
-    values_NK = torch.stack((pairs_NK >> 4, pairs_NK & 15), 2).flatten(1).long()
-    lane = torch.arange(32)
-    near = torch.tensor([0, 1, 8, 9, 16, 17, 24, 25])  # inputs of a lane in two tiles
-    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
-    inputs_of = torch.arange(0, inputs, 32)[:, None, None] + 2 * (lane % 4)[:, None] + near  # [pairs of tiles, lanes, 8]
-    outputs_of = torch.arange(0, outputs, 8)[:, None, None, None] + (lane // 4)[:, None]  # [N / 8, 1, lanes, 1]
-    words = (values_NK[outputs_of, inputs_of] << shifts).sum(3)
-    return words.unflatten(1, (-1, tiles // 2)).transpose(2, 3).to(torch.int32)
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(2064, 256), (16, 192)])
-def test_int4_is_packed_for_cuda_by_slices_as_in_one_piece(monkeypatch: pytest.MonkeyPatch, outputs: int, inputs: int) -> None:
-    monkeypatch.setattr(torch, PACKING, cuda_layout)
-    matrix = filled("int4", random_weight(outputs, inputs), torch.bfloat16)
-    values = matrix.held["values"]
-    unsigned_NK = torch.cat(((values << 4) >> 4, values >> 4), 1) + 8
-    whole = cuda_layout(((unsigned_NK[:, ::2] << 4) | unsigned_NK[:, 1::2]).view(torch.uint8), 8 if inputs % 128 == 0 else 4)
-    place = values.data_ptr()
-    packed = packing.packed_for_cuda(values)
-    assert torch.equal(packed, whole) and packed.is_contiguous()
-    assert packed.data_ptr() == place, "where the values were"
-
-
 class Allocations(TorchDispatchMode):
     """Counts the bytes of new tensors since ``restart``, whether or not they are freed again, and the most of any stretch."""
 
@@ -165,14 +137,12 @@ def test_temporaries_of_a_large_matrix_stay_small(monkeypatch: pytest.MonkeyPatc
     """The gate and up projections of Llama 3.1 70B, which take 235 MB in 4 bits, on a device that computes nothing."""
     allocations, meta = Allocations(), torch.device("meta")
     monkeypatch.setitem(base.LOADED_VALUES, "meta", base.LOADED_VALUES["cuda"])
-    for owner, name in ((Int4Matrix, "rounded"), (torch, PACKING)):
-        monkeypatch.setattr(owner, name, between_calls(getattr(owner, name), allocations))
+    monkeypatch.setattr(Int4Matrix, "rounded", between_calls(Int4Matrix.rounded, allocations))
     weight = torch.empty(57344, 8192, dtype=torch.bfloat16, device=meta)
     matrix = empty("int4", weight, torch.bfloat16)
     with allocations:
         matrix.fill({"weight": weight})
         matrix.prepared()
-    assert matrix.held["values"].dtype == torch.int32, "packed for a GPU"
     assert 1_000_000 < allocations.most < 200_000_000
 
 

@@ -62,10 +62,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_widening_moves_and_takes_the_bytes_that_a_plan_counts(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = held(FORMATS[name], SHAPE, WeightFormat(dtype))
-    if planned.kernel_bytes:
-        assert planned.read_bytes(on_gpu=True) == planned.num_bytes
-        return
+    kept = held(FORMATS[name], SHAPE, WeightFormat(dtype))
+    planned = held(FORMATS[name], SHAPE, WeightFormat(dtype, kernels=False))
+    assert kept.read_bytes(on_gpu=True) == kept.num_bytes == kept.kernel_bytes == planned.num_bytes
     monkeypatch.setitem(base.SLICE_VALUES, "meta", base.SLICE_VALUES["cuda"])
     numbers, traffic = getattr(torch, dtype), Traffic()
     matrix = empty_matrix(FORMATS[name], *SHAPE, numbers, torch.device("meta"))

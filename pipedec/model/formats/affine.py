@@ -17,6 +17,8 @@ from pipedec.core.errors import UserError
 from pipedec.formats import Affine, Format, Integers
 from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
 from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel, unpacked_halves
+from pipedec.model.kernels.affine import affine_weights
+from pipedec.model.kernels.matmul import Weights
 
 _SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, None: torch.float16}
 _PART_STEP = 32  # outputs; parts of a file's tensor begin at a multiple of it
@@ -110,9 +112,14 @@ class AffineMatrix(QuantizedMatrix):
     def prepared(self, keeps_rows: bool = False) -> Self:
         if "groups" in self.held and torch.equal(self.held["groups"], self._natural_groups(self.device)):
             del self.held["groups"]
-        if self.dtype == torch.bfloat16 and not keeps_rows and "groups" not in self.held:
+        if self.takes_torch_kernel(keeps_rows) and "groups" not in self.held:
             self._take_kernel()
         return self
+
+    def stored(self) -> Weights:
+        held, format = self.held, self.format
+        zeros, groups = held.get("zeros"), held.get("groups")
+        return affine_weights(format.bits, self.shape[1], format.group, held["codes"], held["scales"], zeros, groups)
 
     def _take_kernel(self) -> None:
         """Use torch's kernel if there is one for these sizes; it has scales and zero points in bfloat16."""
@@ -121,7 +128,7 @@ class AffineMatrix(QuantizedMatrix):
             if suits_int4_kernel(self.shape, format.group):
                 parts = (part._scales_and_zeros() for part in self.slices(LOADED_VALUES))
                 self._kernel, self.held = int4_kernel(codes, parts, format.group)
-        elif format.bits == 8 and scales_NG.shape[1] == 1 and "zeros" not in self.held and self.device.type == "cpu":
+        elif format.bits == 8 and scales_NG.shape[1] == 1 and "zeros" not in self.held:
             scales_N = scales_NG[:, 0].to(torch.bfloat16)
             self._kernel = lambda rows_RK: torch._weight_int8pack_mm(rows_RK, codes, scales_N)
             self.held = {"codes": codes, "scales": scales_N}

@@ -1,7 +1,7 @@
-"""Common to all matrices in fewer bits: tensors by output, and products slice by slice.
+"""Common to all matrices in fewer bits: tensors by output, and products with them.
 
-Where torch has a kernel that reads the numbers as they are, that computes. Elsewhere slices are widened to the type of the
-activations, small enough to stay in a processor's cache.
+Kernels read the numbers as they are: on a GPU those of ``model.kernels``, on a processor torch's, where it has one. Elsewhere
+slices are widened to the type of the activations, small enough to stay in a processor's cache.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.formats import WIDENED_VALUES, Format
+from pipedec.model.kernels.language import has_kernels
+from pipedec.model.kernels.matmul import Weights, matmul
 from pipedec.model.matrices import Matrix
 
 SLICE_VALUES = {"cpu": 1 << 19, "cuda": WIDENED_VALUES}  # widened at once
@@ -40,6 +42,7 @@ class QuantizedMatrix(Matrix):
     def __init__(self, format: Format, shape: tuple[int, int], dtype: torch.dtype, held: Held) -> None:
         self.format, self.shape, self.dtype, self.held = format, torch.Size(shape), dtype, dict(held)
         self._kernel: Kernel | None = None
+        self._stored: Weights | None = None
         self._parts: list[QuantizedMatrix] = []
 
     @classmethod
@@ -64,6 +67,9 @@ class QuantizedMatrix(Matrix):
         return slice(first // step, -(-last // step))
 
     def linear(self, rows_RK: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        if has_kernels(rows_RK.device):
+            self._stored = self._stored or self.stored()
+            return matmul(rows_RK, self._stored, bias_N)
         if self._kernel is not None:
             product_RN = self._kernel(rows_RK)
         else:
@@ -71,6 +77,15 @@ class QuantizedMatrix(Matrix):
             parts = [part.product(rows_RK) for part in self._parts]
             product_RN = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return product_RN if bias_N is None else product_RN.add_(bias_N)
+
+    @abstractmethod
+    def stored(self) -> Weights:
+        """The matrix for kernels, once its weights are in place; of as many matrices one below the other, for experts."""
+
+    def takes_torch_kernel(self, keeps_rows: bool) -> bool:
+        """Whether it may be prepared for a kernel of torch, if there is one for it: in bfloat16 on a processor."""
+        is_on_cpu = self.device.type == "cpu" and not has_kernels(self.device)
+        return is_on_cpu and self.dtype == torch.bfloat16 and not keeps_rows
 
     def product(self, rows_RK: Tensor) -> Tensor:
         """rows · matrixᵀ, [R, N], with the whole matrix widened."""

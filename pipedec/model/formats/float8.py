@@ -14,6 +14,8 @@ from torch import Tensor
 from pipedec.core.errors import UserError
 from pipedec.formats import Float8, Format
 from pipedec.model.formats.base import Held, QuantizedMatrix
+from pipedec.model.kernels.float8 import float8_weights
+from pipedec.model.kernels.matmul import Weights
 
 _HELD_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # exponents are kept as bytes
 
@@ -59,6 +61,9 @@ class Float8Matrix(QuantizedMatrix):
         if whole < wide_NK.shape[1]:
             wide_NK[:, whole:].mul_(scales_NC[:, -1:])
         return wide_NK
+
+    def stored(self) -> Weights:
+        return float8_weights(self.held["codes"], self.held["scales"], (self.format.step, self.format.block[1]))
 
 
 def widened_float8(codes: Tensor) -> Tensor:

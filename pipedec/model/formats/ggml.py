@@ -23,6 +23,8 @@ from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
 from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel
 from pipedec.model.formats.scratch import scratch
 from pipedec.model.formats.tables import Mxfp4Matrix
+from pipedec.model.kernels.ggml import ggml_weights
+from pipedec.model.kernels.matmul import Weights
 
 _Held = TypeVar("_Held", bound=QuantizedMatrix)
 _HALF = 8  # what torch's kernel subtracts from codes of 4 bits
@@ -171,9 +173,13 @@ class GgmlMatrix(QuantizedMatrix):
 
     def prepared(self, keeps_rows: bool = False) -> Self:
         takes_kernel = self.format.has_kernel("bfloat16") and suits_int4_kernel(self.shape, self.layout.group)
-        if self.dtype == torch.bfloat16 and not keeps_rows and takes_kernel:
+        if self.takes_torch_kernel(keeps_rows) and takes_kernel:
             self._take_int4_kernel()
         return self
+
+    def stored(self) -> Weights:
+        held = self.held
+        return ggml_weights(self.format.type, self.shape[1], self.layout.group, held["codes"], held["scales"], held.get("upper"))
 
     def _take_int4_kernel(self) -> None:
         """Use torch's kernel for 4 bits, with scales and weights of 0 in bfloat16.

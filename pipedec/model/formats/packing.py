@@ -1,4 +1,4 @@
-"""Numbers of 4 bits in bytes: the order in which they are kept, and those in which torch's kernels read them.
+"""Numbers of 4 bits in bytes: the order in which they are kept, and that in which torch's kernel for processors reads them.
 
 Shape legend: R rows in this step, N outputs, K inputs, G groups of inputs.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from pipedec.formats import KERNEL_GROUPS
 from pipedec.model.formats.base import LOADED_VALUES, Kernel
 
-_PACKED_OUTPUTS = 16  # torch's kernels for 4 bits take a multiple of this
+_PACKED_OUTPUTS = 16  # torch's kernel for 4 bits takes a multiple of this
 _PACKED_STEP = 64  # outputs; parts that are packed one by one begin at a multiple of it
 
 
@@ -51,33 +51,16 @@ def int4_kernel(values: Tensor, parts: Iterable[tuple[Tensor, Tensor]], group: i
         for place, numbers_nG in enumerate(part):
             scales_and_zeros[:, places, place] = numbers_nG.T
         first = places.stop
-    if values.device.type == "cpu":
-        multiply, packed = torch._weight_int4pack_mm_for_cpu, _packed_for_cpu(values)
-    else:
-        multiply, packed = torch._weight_int4pack_mm, packed_for_cuda(values)
+    packed = _packed(values)
     held = {"values": packed, "scales": scales_and_zeros}
-    return lambda rows_RK: multiply(rows_RK, packed, group, scales_and_zeros), held
+    return lambda rows_RK: torch._weight_int4pack_mm_for_cpu(rows_RK, packed, group, scales_and_zeros), held
 
 
-def _packed_for_cpu(values: Tensor) -> Tensor:
+def _packed(values: Tensor) -> Tensor:
     """Repack in place: the kernel's blocks of outputs lie one after the other."""
     packed = values.view(torch.uint8)
     for part in _parts(values):
         packed[part] = torch._convert_weight_to_int4pack_for_cpu(_unsigned(values[part]).int(), 1)
-    return packed
-
-
-def packed_for_cuda(values: Tensor) -> Tensor:
-    """The values as CUDA's kernel reads them, int32 [N / 8, K / (16 · T), 32, T / 2] with T tiles of 16 inputs side by side.
-    Repacked in place, as tiles of 8 outputs lie one after the other.
-    """
-    outputs, inputs = len(values), 2 * values.shape[1]
-    tiles = 8 if inputs % 128 == 0 else 4
-    packed = values.view(torch.int32).view(outputs // 8, inputs // (16 * tiles), 32, tiles // 2)
-    for part in _parts(values):
-        unsigned_NK = _unsigned(values[part])
-        pairs = (unsigned_NK[:, ::2] << 4 | unsigned_NK[:, 1::2]).view(torch.uint8)
-        packed[part.start // 8 : part.stop // 8] = torch._convert_weight_to_int4pack(pairs, tiles)
     return packed
 
 

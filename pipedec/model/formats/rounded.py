@@ -17,6 +17,8 @@ from pipedec.core.errors import UserError
 from pipedec.formats import ROUNDED, Format, Rounded
 from pipedec.model.formats.base import LOADED_VALUES, Held, QuantizedMatrix
 from pipedec.model.formats.packing import int4_kernel, packed_halves, suits_int4_kernel
+from pipedec.model.kernels.affine import affine_weights, shifted_weights
+from pipedec.model.kernels.matmul import Weights
 
 
 class RoundedMatrix(QuantizedMatrix):
@@ -67,9 +69,12 @@ class Int8Matrix(RoundedMatrix):
         return held["values"].to(self.dtype).mul_(held["scales"][:, None])
 
     def prepared(self, keeps_rows: bool = False) -> Self:
-        if self.dtype == torch.bfloat16 and self.device.type == "cpu":
+        if self.takes_torch_kernel(keeps_rows=False):
             self._kernel = lambda rows_RK: torch._weight_int8pack_mm(rows_RK, self.held["values"], self.scales)
         return self
+
+    def stored(self) -> Weights:
+        return affine_weights(8, self.shape[1], 0, self.held["values"], self.scales)
 
 
 class Int4Matrix(RoundedMatrix):
@@ -116,10 +121,13 @@ class Int4Matrix(RoundedMatrix):
         return wide_NK
 
     def prepared(self, keeps_rows: bool = False) -> Self:
-        if self.dtype == torch.bfloat16 and not keeps_rows and suits_int4_kernel(self.shape, self.format.group):
+        if self.takes_torch_kernel(keeps_rows) and suits_int4_kernel(self.shape, self.format.group):
             parts = ((part.scales[:, 0] * 16, part.scales[:, 1]) for part in self.slices(LOADED_VALUES))
             self._kernel, self.held = int4_kernel(self.held["values"], parts, self.format.group)
         return self
+
+    def stored(self) -> Weights:
+        return shifted_weights(self.shape[1], self.format.group, self.held["values"], self.scales)
 
 
 def empty_rounded(format: Rounded, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> RoundedMatrix:

@@ -20,6 +20,8 @@ from pipedec.formats import Bnb4, Format
 from pipedec.formats.tables import BNB_GROUP, MXFP4_GROUP, NESTED_SCALES, whole_groups
 from pipedec.model.formats.base import Held, QuantizedMatrix
 from pipedec.model.formats.float8 import powers_of_two
+from pipedec.model.kernels.matmul import Weights
+from pipedec.model.kernels.tables import mxfp4_weights, table_weights
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NF4 = (
@@ -72,6 +74,9 @@ class Mxfp4Matrix(TableMatrix):
 
     def scales(self, held: Held) -> Tensor:
         return powers_of_two(held["scales"])
+
+    def stored(self) -> Weights:
+        return mxfp4_weights(self.held["codes"], self.held["scales"], self.group)
 
 
 class Bnb4Matrix(TableMatrix):
@@ -158,6 +163,12 @@ class Bnb4Matrix(TableMatrix):
             places_NG = held["starts"].long()[:, None] + torch.arange(groups, device=scales_NG.device)
             wide_NG.mul_(nested.gather(1, places_NG // NESTED_SCALES))
         return wide_NG.add_(nested[:, -1:])
+
+    def stored(self) -> Weights:
+        held = self.held
+        numbers = torch.tensor(TABLES[self.table], device=self.device)
+        table = torch.cat((numbers, held["map"])) if self.format.is_nested else numbers
+        return table_weights(held["codes"], held["scales"], self.group, table, held.get("nested"), held.get("starts"))
 
 
 @cache
