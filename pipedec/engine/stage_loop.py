@@ -164,7 +164,7 @@ class StageLoop:
         phases = self._tasks.recorder.phases
         stats = StageStats(
             self._rank, self._timesteps, self._worker.rows, self._worker.pruned_rows,
-            compute_seconds=phases.seconds("computing"), wait_seconds=phases.seconds("waiting"), experts=self._worker.experts,
-            expert_layers=self._worker.expert_layers, num_experts=self._worker.num_experts,
+            compute_seconds=phases.seconds("computing"), wait_seconds=phases.seconds("waiting"),
+            experts=int(self._worker.experts), expert_layers=self._worker.expert_layers, num_experts=self._worker.num_experts,
         )  # fmt: skip
         self._wiring.scheduler.publish_stats(stats)

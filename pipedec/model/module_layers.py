@@ -33,6 +33,7 @@ from pipedec.families.transformers import TransformersConfig
 from pipedec.formats import Format
 from pipedec.model.attention import LatentAttention, Rows
 from pipedec.model.experts import ExpertMatrices, Experts
+from pipedec.model.kernels.language import has_kernels
 from pipedec.model.matrices import Matrix, Products
 from pipedec.model.recurrent import Recurrence
 from pipedec.model.stage_layers import Progress, StageLayers, Storage
@@ -49,12 +50,12 @@ class ModuleLayers(StageLayers):
     def __init__(self, config: TransformersConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         _register()
-        self.can_capture = "dynamic" not in map(rope_type, config.ropes) and not config.routed
         self._names = config.names
         self._stored: dict[str, list[str]] = {}  # names in the checkpoint, by parameter, in the order of their rows
         for name, place in sorted(config.places.items(), key=lambda item: (item[1].expert or 0, item[1].rows or (0, 0))):
             self._stored.setdefault(str(place), []).append(name)
         self._expert_parts: list[Experts] = []
+        self._read = torch.zeros((), dtype=torch.int64, device=storage.device)  # graphs contain its address
         self._embedding_VE: Matrix | None = None
         self._causal: Any = skeleton(stated_config(config.directory), _FUNCTIONS, storage.dtype)
         self._model, self._normed = self._causal.get_submodule(self._names.decoder), _Normed()
@@ -79,6 +80,12 @@ class ModuleLayers(StageLayers):
             if config.depends_on_length and any(name.endswith("inv_freq") for name in buffers):
                 self._model.set_submodule(path, _RowRotary(module))
 
+    @property
+    def can_capture(self) -> bool:
+        """Unless frequencies depend on lengths, or kernels cannot multiply for all experts at once."""
+        can_group = not has_kernels(self.storage.device) or all(experts.can_group for experts in self._expert_parts)
+        return "dynamic" not in map(rope_type, self.config.ropes) and can_group
+
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
         hidden_RE = self.embedded(inputs, self._looked_up) if self.is_first else inputs
         before = _forward.set(_Forward(hidden_RE[None], rows))
@@ -90,7 +97,7 @@ class ModuleLayers(StageLayers):
         finally:
             _forward.reset(before)
         if self._expert_parts:
-            self.experts_read = sum(experts.num_read for experts in self._expert_parts)
+            self.experts_read = self._read.fill_(sum(experts.num_read for experts in self._expert_parts))
         hidden_1RE: Tensor = output.last_hidden_state
         return hidden_1RE[0]
 
@@ -219,11 +226,14 @@ class ModuleLayers(StageLayers):
             expert, shape = config.places[name].expert, config.shapes[name]
             for of_expert in parts if expert is None else [parts[expert]]:
                 of_expert.append((checkpoint.format_of(config, name, shape), shape[-2]))
-        matrices = [
-            self.storage.matrix([format for format, _ in of_expert], [outputs for _, outputs in of_expert], shape[-1])
-            for of_expert in parts
-        ]
-        return ExpertMatrices(matrices, self._module(path).is_transposed)
+        is_transposed = self._module(path).is_transposed
+
+        def matrix(blocks: Sequence[tuple[Format, int]]) -> Matrix:
+            return self.storage.matrix([format for format, _ in blocks], [outputs for _, outputs in blocks], shape[-1])
+
+        if has_kernels(self.storage.device):
+            return ExpertMatrices.of(matrix([block for of_expert in parts for block in of_expert]), len(parts), is_transposed)
+        return ExpertMatrices([matrix(of_expert) for of_expert in parts], is_transposed)
 
     def _prepare(self, tensors: Mapping[str, Shape]) -> None:
         """Prepare the matrices among weights that have been read."""
@@ -415,7 +425,7 @@ def _attention(
 
 def _routed(module: Any, *routed: Tensor) -> Tensor:
     """The function of experts that transformers calls."""
-    found: Tensor = module.pipedec_experts(module, *routed)
+    found: Tensor = module.pipedec_experts(module, *routed, _forward.get().rows.num_rows)
     return found
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedec.device import to_device
+from pipedec.model.row_tables import RowTables
 from pipedec.model.rows import LaneRows
 from pipedec.model.states import LaneStates, LayerStates, StatePool, committed_state
 
@@ -177,7 +178,7 @@ def convolved(windows_RWC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> 
 
 
 @dataclass(frozen=True)
-class _TreeRows:
+class TreeRows:
     """The rows of one request's trees: of the forward, and in the pool."""
 
     rows: slice
@@ -187,10 +188,10 @@ class _TreeRows:
     states: Tensor | int  # of the request, or int64 [R], of each row's decode thread
 
     @classmethod
-    def of(cls, lane: LaneRows, states: LaneStates, rows: slice) -> _TreeRows:
+    def of(cls, lane: LaneRows, states: LaneStates, rows: slice) -> TreeRows:
         assert lane.visibility is not None
         stashes, device = states.enter(lane.num_rows), lane.positions.device
-        seen_RN = lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :]
+        seen_RN = to_device(lane.visibility.seen[:, lane.visibility.seen.shape[1] - len(stashes) :], device)
         older, own = to_device(torch.tensor(stashes), device).split([len(stashes) - lane.num_rows, lane.num_rows])
         if lane.threads is None:
             return cls(rows, seen_RN, older, own, states.of_thread(0))
@@ -198,6 +199,35 @@ class _TreeRows:
             seen_RN = seen_RN & ~to_device(hidden_RN, device)
         of_threads = torch.tensor([states.of_thread(thread) for thread in lane.threads])
         return cls(rows, seen_RN, older, own, to_device(of_threads, device))
+
+    @classmethod
+    def of_tables(cls, tables: RowTables, num_stashes: int) -> TreeRows:
+        """All rows of a forward as if of one request, whose rows do not see each other's: no value is read on the host. ``older``
+        are all stashes of the pool, of which the last belongs to no row; padding, and rows of chunks, see nothing.
+        """
+        table, flights_B, device = tables.table, tables.flights.long(), tables.table.device
+        stashes_B1, in_flight_B1, _, rows_B1, _, _ = (field[:, None] for field in flights_B.unbind(1))
+        numbers_M, spare = torch.arange(num_stashes, device=device), num_stashes - 1
+        is_older_BM = numbers_M < in_flight_B1 - rows_B1
+        places_BM = (stashes_B1 + numbers_M).clamp(max=len(table) - 1)
+        stashes_BM = torch.where(is_older_BM, table[places_BM].long(), spare)
+        number_M, request_M = torch.full_like(numbers_M, num_stashes), torch.full_like(numbers_M, -1)
+        number_M[stashes_BM] = numbers_M.expand_as(stashes_BM)
+        request_M[stashes_BM] = torch.arange(len(flights_B), device=device)[:, None].expand_as(stashes_BM)
+        request_M[spare] = -1
+        older_M = number_M.argsort(stable=True)
+        request_R = tables.requests_of_rows.long()
+        stashes_R, in_flight_R, row_R, rows_R, seen_R, stride_R = flights_B[request_R.clamp(min=0)].unbind(1)
+        request_R = torch.where(rows_R > 0, request_R, -2)
+        own_R, before_R = torch.arange(tables.rows, device=device) - row_R, in_flight_R - rows_R
+        own_stash_R = table[(stashes_R + before_R + own_R).clamp(0, len(table) - 1)].long()
+        columns_RN = torch.cat((number_M[older_M].expand(tables.rows, -1), before_R[:, None] + own_R), 1)
+        bytes = table.view(torch.uint8)
+        places_RN = (seen_R + own_R * stride_R)[:, None] + columns_RN
+        seen_RN = bytes[places_RN.clamp(0, len(bytes) - 1)] > 0
+        seen_RN &= request_R[:, None] == torch.cat((request_M[older_M], request_R))
+        own_R = torch.where(request_R >= 0, own_stash_R, spare)
+        return cls(slice(0, tables.rows), seen_RN, older_M, own_R, tables.states.long())
 
     def convolve(self, layer: LayerStates, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None) -> Tensor:
         windows_RWC = windows(inputs_RC, layer.past_inputs[self.states], layer.inputs[self.older], self.seen)
@@ -211,14 +241,14 @@ class _TreeRows:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """The rows of a chunk of one request's prompt. The states after them are kept aside until the forward has succeeded."""
 
     rows: slice
     lane: LaneStates
 
     @classmethod
-    def of(cls, states: LaneStates, rows: slice) -> _Chunk:
+    def of(cls, states: LaneStates, rows: slice) -> Chunk:
         states.enter(0)
         return cls(rows, states)
 
@@ -242,6 +272,16 @@ class _Chunk:
         return torch.cat(found)
 
 
+def chunks_of(lanes: Sequence[LaneRows]) -> list[Chunk]:
+    """The chunks of prompts among the rows of a forward."""
+    found, first = list[Chunk](), 0
+    for lane in lanes:
+        if lane.visibility is None and lane.cache.states is not None:
+            found.append(Chunk.of(lane.cache.states, slice(first, first + lane.num_rows)))
+        first += lane.num_rows
+    return found
+
+
 class Recurrence(Protocol):
     """The recurrent layers of a forward's rows; ``layer`` is one of the stage's. Counterpart of ``RowAttention``."""
 
@@ -263,12 +303,12 @@ class LaneRecurrence:
     """Recurrence of a forward's rows, request by request."""
 
     def __init__(self, lanes: Sequence[LaneRows]) -> None:
-        self._parts: list[_TreeRows | _Chunk] = []
+        self._parts: list[TreeRows | Chunk] = []
         first = 0
         for lane in lanes:
             states, rows = lane.cache.states, slice(first, first + lane.num_rows)
             assert states is not None
-            self._parts.append(_Chunk.of(states, rows) if lane.visibility is None else _TreeRows.of(lane, states, rows))
+            self._parts.append(Chunk.of(states, rows) if lane.visibility is None else TreeRows.of(lane, states, rows))
             self._pool: StatePool = states.pool
             first += lane.num_rows
 

@@ -66,13 +66,11 @@ class StageLayers(ABC):
         is_first, is_last: whether the stage holds the embedding; the final norm and the head.
         shape: of the layers' attention.
         products: the products with their matrices.
-        can_capture: whether a forward reads no tensor's values on the host.
         routed: the routed experts of those of its layers that have any.
-        experts_read: experts that the rows of the last forward passed through, added up over layers; None if none was counted.
+        experts_read: int64 [] on the device, experts that the rows of the last forward passed through, added up over layers; None
+            if none was counted.
         mask_embeddings: [M, E], embeddings of masks (BiTA); None without.
     """
-
-    can_capture = True
 
     def __init__(self, config: ModelConfig, layers: range, storage: Storage) -> None:
         self.config, self.layers, self.storage = config, layers, storage
@@ -83,8 +81,13 @@ class StageLayers(ABC):
         self.shape = LayersShape(attention, config.hidden_size, storage.dtype)
         self.products = Products()
         self.routed = tuple(one for one in config.experts[layers.start : layers.stop] if one is not None)
-        self.experts_read: int | None = None
+        self.experts_read: Tensor | None = None
         self.mask_embeddings: Tensor | None = None
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a forward reads no tensor's values on the host."""
+        return True
 
     @property
     def num_bytes(self) -> int:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from architectures.zoo import tiny_config
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoModelForCausalLM
 
 from pipedec.families.skeleton import has_experts
-from pipedec.model.experts import ExpertMatrices, Experts
+from pipedec.model.experts import ExpertMatrices, Experts, tiles_of
 from pipedec.model.matrices import DenseMatrix, Products
 
 pytestmark = pytest.mark.numbers
@@ -65,3 +66,26 @@ def test_the_order_of_a_rows_experts_does_not_matter(routed: tuple[Tensor, Tenso
     module = module_of("gpt_oss")
     experts, (rows, ids, weights) = experts_of(module, Products()), routed
     assert torch.equal(experts(module, rows, ids.flip(1), weights.flip(1)), experts(module, rows, ids, weights))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "aria_text"])
+def test_captured_experts_leave_padding_out(model_type: str, routed: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Rows before padding, by operations whose number depends on shapes alone."""
+    module, (rows, ids, weights) = module_of(model_type), routed
+    experts, num_rows = experts_of(module, Products()), torch.tensor([ROWS - 2], dtype=torch.int32)
+    expected = experts(module, *(one[: ROWS - 2] for one in routed))
+    num_read = experts.num_read
+    found = make_fx(lambda *inputs: experts(module, *inputs))(rows, ids, weights, num_rows)(rows, ids, weights, num_rows)
+    torch.testing.assert_close(found[: ROWS - 2], expected, rtol=1e-5, atol=1e-6)
+    experts(module, *routed, num_rows)
+    assert int(experts.num_read) == num_read
+
+
+@pytest.mark.parametrize("counts", [[0, 3, 0, 17, 16, 1], [0, 0, 0, 0, 0, 0], [64, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
+def test_tiles_hold_all_pairs_of_one_expert(counts: list[int]) -> None:
+    """And there are enough, whatever experts the pairs have."""
+    tiles = tiles_of(torch.tensor(counts), 64, 16).tolist()
+    found = [(expert, row + place) for expert, row, count in tiles if expert >= 0 for place in range(count)]
+    firsts = [sum(counts[:expert]) for expert in range(len(counts))]
+    assert found == [(expert, firsts[expert] + place) for expert, count in enumerate(counts) for place in range(count)]
+    assert len(tiles) == 64 // 16 + len(counts) and all(count <= 16 for _, _, count in tiles)
