@@ -228,6 +228,10 @@ class RecordedDrafter:
             self._tell(number, token_ids)
         return [self._requests[entry.number].expand(entry) for entry in requested]
 
+    def num_forwards(self, requested: Sequence[DraftRows]) -> int:
+        """One: each waits for the host."""
+        return 1
+
     def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
         """Commit and prune like the tree, in the draft model too if it is in use."""
         self._requests[number].advance(thread, changes)

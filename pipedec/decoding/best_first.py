@@ -35,7 +35,7 @@ from pipedec.decoding.proposers import Proposals
 from pipedec.decoding.sources import DraftAlone, DraftSources
 from pipedec.methods import BestFirstOptions, options_of
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Candidates
+from pipedec.tree import Candidates, Growth
 
 _GUESSED_ROWS = 8  # in one round
 _GUESS_ROUNDS = 8
@@ -98,16 +98,25 @@ class BestFirst(Method):
         """The most probable rows that are not drafted. Called several times in a timestep."""
         if not self._is_speculating:
             return ()
-        if room.round >= (self._options.forwards or room.forwards):
+        left = (self._options.forwards or room.forwards) - room.round
+        if left <= 0:
             self._guess()
             return ()
         least = log(room.min_chance) if room.min_chance > 0 and self.is_tuned else -inf
         rows = self.tree.undrafted(room.rows, least)
         if not self.sequence.can_fork:
+            self.growth = self._growth(rows, left - 1, room.rows)
             return rows
         ended = [row for row in rows if self._ends(self.tree.path(row))]
         self.tree.add(ended, [NO_LINE] * len(ended))
         return [row for row in rows if row not in ended]
+
+    def _growth(self, rows: Sequence[int], forwards: int, more: int) -> Growth | None:
+        """The ``forwards`` after that of ``rows``, each of up to ``more`` rows."""
+        log_chances = self._sources.log_chances
+        if self.drafter is None or log_chances is None or self.grammar is not None:
+            return None
+        return Growth(forwards, more, False, log_chances, partial(self.tree.frontier, rows, forwards * more))
 
     def _guess(self) -> None:
         """Add tokens that followed long n-grams, below the most probable rows that the draft model has not reached."""

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate
 
-from pipedec.core.limits import DRAFTED_ROWS
+from pipedec.core.limits import DRAFT_KNEE, DRAFTED_ROWS
 from pipedec.core.stage_message import Load
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.method import DraftRoom, Method, Resources
@@ -23,11 +23,10 @@ from pipedec.faults import RequestFaults
 from pipedec.methods import MAX_CHOICES
 from pipedec.tree import Candidates, DraftRows
 
-DRAFT_KNEE = 64  # maximum rows of all requests in one draft forward
 _MAX_CHOICES = 2 * MAX_CHOICES  # of all requests; one without room drafts at the next timestep
 
-# Returns the context in which a draft forward of this load runs: a timer, or an emulated device.
-ForwardTimer = Callable[[Load], AbstractContextManager[None]]
+# Returns the context in which one or more draft forwards run, the first of this load: a timer, or an emulated device.
+ForwardTimer = Callable[[Load, int], AbstractContextManager[None]]
 Asked = dict[int, list[tuple[Method, Sequence[int]]]]  # by request: methods of its threads, and the rows that they want drafted
 
 
@@ -35,7 +34,7 @@ class DraftRounds:
     """The forwards of one timestep after another. An exception in work for one request is noted in ``faults``."""
 
     def __init__(self, resources: Resources, budget: Budget, faults: RequestFaults) -> None:
-        self.time_forward: ForwardTimer = lambda load: nullcontext()
+        self.time_forward: ForwardTimer = lambda load, forwards: nullcontext()
         self._resources = resources
         self._budget = budget
         self._faults = faults
@@ -140,5 +139,7 @@ class DraftRounds:
         rows = sum([len(entry.rows) for entry in entries]) + sum(map(len, prompts.values()))
         sequences = [requests[number].sequence for number in {entry.number for entry in entries}]
         past = [sequence.prompt_length + sum([thread.num_tokens for thread in sequence.threads]) for sequence in sequences]
-        with self.time_forward(Load(rows, sum(past))):  # a chunk of a prompt is assumed to attend to no chunk before it
+        forwards = drafter.num_forwards(entries) or int(bool(prompts))
+        # A chunk of a prompt is assumed to attend to no chunk before it.
+        with self.time_forward(Load(rows, sum(past)), forwards) if forwards else nullcontext():
             return [(entry.number, one) for entry, one in zip(entries, drafter.expand(entries, prompts), strict=True)]

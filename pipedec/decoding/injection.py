@@ -21,7 +21,7 @@ from operator import attrgetter, itemgetter, neg
 from typing import NamedTuple
 
 from pipedec.decoding.acceptance import NO_LINE, Choices, Line
-from pipedec.tree import Gaps, RowChanges
+from pipedec.tree import Frontier, Gaps, RowChanges, Undrafted
 
 _NOT_ENTERED = -1
 _UNPROPOSED = -8.0  # the log-chance of a guessed token, given its row, that no source proposes when the row is drafted
@@ -244,6 +244,18 @@ class InjectionTree:
                 row = new[0]
             found.append(row.index)
         return sorted(found)
+
+    def frontier(self, rows: Sequence[int], count: int) -> Frontier:
+        """The ``count`` best rows and choices that may follow ``rows``, the last ``undrafted``, besides their choices."""
+        left = islice(self._ranked_undrafted() if count else (), count)
+        undrafted = [
+            Undrafted(row.choice_at(place) or 0.0, row.index, place, row.line.token_ids[place], None)
+            if is_choice and row.line is not None
+            else Undrafted(row.log_chance, -1 if row.parent is None else row.parent.index, 0, row.token, row.index)
+            for _, is_choice, _, place, row in left
+        ]
+        log_chances = [self._rows[row].log_chance for row in rows]
+        return Frontier(self._rows[0].log_chance, self.num_rows, log_chances, undrafted, _MIN_LOSS)
 
     def guess(self, rows: Sequence[int], lines: Sequence[Line]) -> None:
         """Add choices below rows ``without_choices``, which hold until the rows are drafted."""

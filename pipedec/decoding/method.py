@@ -27,7 +27,7 @@ from pipedec.methods import find_method
 from pipedec.model.markov import MarkovTable
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.threads import State
-from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges, ThreadChanges, position_root
+from pipedec.tree import Candidates, DraftRows, DraftTree, Growth, RowChanges, ThreadChanges, position_root
 
 
 class Drafter(Protocol):
@@ -46,6 +46,11 @@ class Drafter(Protocol):
         """Run one forward over rows of any requests, and over the next chunks of the prompts of others. Returns the candidates of
         each entry of ``requested``, without tokens if there is no memory for its rows. Entries of one request are adjacent, at
         most one for each thread.
+        """
+
+    def num_forwards(self, requested: Sequence[DraftRows]) -> int:
+        """The number of forwards in which ``expand`` will compute these rows: 0 if it has, and more than one if it computes, as
+        their ``growth`` says, what will be asked for next.
         """
 
     def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None:
@@ -138,6 +143,7 @@ class Method(ABC):
     choices = 0  # maximum candidates of all rows of a tree that is drafted at one timestep; 0 if it may stop after any forward
     is_tuned = False  # whether the number of its rows is tuned
     fills = False  # whether rows enter while others are in flight
+    growth: Growth | None = None  # the rows that it will ask for after those of the last ``draft``; None if it cannot say
     root: int | None = None  # the thread's last certain token, if it has yet to enter. None at first.
 
     def __init__(self, request: TokenizedRequest, sequence: ThreadSequence, resources: Resources, thread: int = 0) -> None:
@@ -248,7 +254,7 @@ class Method(ABC):
     def to_draft(self, rows: Sequence[int]) -> DraftRows:
         """``rows`` of its tree for the draft model."""
         assert self.tree is not None
-        return DraftRows(self.request.number, self.thread, self.tree, rows, self.children)
+        return DraftRows(self.request.number, self.thread, self.tree, rows, self.children, self.growth)
 
     def _follow(self, changes: RowChanges) -> None:
         """Let the draft model's cache follow the tree."""

@@ -17,9 +17,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Choices, IntArray, Line
 from pipedec.decoding.injection import InjectionTree
+from pipedec.device import to_device
 from pipedec.tree import Candidates
 
 FloatArray = NDArray[np.float32]
@@ -64,6 +66,20 @@ def write_drafted(candidates: Sequence[Candidates], token_ids: IntArray, feature
     features[:, :children, 0] = log_probs
     features[:, children:-1, 0] = log_probs[:, -1:]
     features[:, -1, 0] = (1 - log_probs.exp().sum(1)).clamp_(min=_MIN_REST).log_()
+
+
+def draft_log_chances(acceptance: AcceptanceModel, log_probs: Tensor) -> Tensor:
+    """The logarithms of the chances of the draft model's children of F rows, [F, c], from their log-probabilities: as ``score``
+    computes them from what ``write_drafted`` has written, but on the device of ``log_probs``.
+    """
+    weights = to_device(acceptance.weights, log_probs.device)
+    log_probs = log_probs.float()
+    features = log_probs.new_zeros(len(log_probs), log_probs.shape[1] + 1, len(DRAFT_PRIOR))
+    features[:, :-1, 0] = log_probs
+    features[:, -1, 0] = (1 - log_probs.exp().sum(1)).clamp_(min=_MIN_REST).log_()
+    scores = features @ weights[:-1]
+    scores[:, -1] += weights[-1]
+    return scores.log_softmax(-1)[:, :-1]
 
 
 def possible(candidates: Candidates) -> Candidates:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from math import inf
+
+from torch import Tensor
 
 from pipedec.core.errors import UserError
 from pipedec.decoding.acceptance import NO_TOKEN, AcceptanceModel, Line
@@ -22,14 +25,21 @@ from pipedec.decoding.proposers import (
     Occurrences,
     Proposals,
     SeenTokens,
+    draft_log_chances,
     possible,
 )
 from pipedec.grammar import Bitmask
 from pipedec.tree import Candidates
 
+LogChances = Callable[[Tensor], Tensor]  # see ``Growth``
+
 
 class DraftAlone:
     """The draft model, whose probabilities count as chances; nothing is learned."""
+
+    @property
+    def log_chances(self) -> LogChances:
+        return lambda log_probs: log_probs
 
     def index_text(self, most: int) -> int:
         """Nothing depends on the text."""
@@ -82,6 +92,11 @@ class DraftSources:
         self._controller, self._shared = experience.controller, experience.shared_texts
         self._acceptance = experience.learned(request, AcceptanceModel, prior)
         self._rates = experience.learned(request, MatchRates)
+
+    @property
+    def log_chances(self) -> LogChances | None:
+        """``Growth.log_chances``; None if another source than the draft model proposes: it looks at tokens on the host."""
+        return None if self._texts else partial(draft_log_chances, self._acceptance)
 
     def _text(self) -> Sequence[int]:
         """The tokens of the other threads, of the prompt, and those that the thread attends to, also from before a pause."""

@@ -9,6 +9,7 @@ forces belong to the layer of the row above them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from pipedec.decoding.proposers import Proposals
 from pipedec.decoding.sources import fixed_sources
 from pipedec.methods import StaticTreeOptions, options_of
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import Candidates
+from pipedec.tree import Candidates, Growth
 
 
 class Pick(NamedTuple):
@@ -91,9 +92,18 @@ class StaticTree(Method):
             self._to_draft = self._grow(self._layer)
         if self._to_draft and self._drafted_layers < self.limits.depth:
             self._drafted_layers += 1
+            self.growth = self._growth(self._to_draft)
             return self._to_draft
         self._finish()
         return ()
+
+    def _growth(self, rows: Sequence[int]) -> Growth | None:
+        """The layers after that of ``rows``."""
+        log_chances = self._sources.log_chances
+        if log_chances is None or self.grammar is not None or self.sequence.can_fork:
+            return None
+        later = self.limits.depth - self._drafted_layers
+        return Growth(later, self._layer_room(), True, log_chances, partial(self.tree.frontier, rows, 0))
 
     def _grow(self, layer: Sequence[int]) -> list[int]:
         """Add the layer after ``layer``, which was drafted; returns its rows that are to be drafted.

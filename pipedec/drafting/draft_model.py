@@ -16,14 +16,16 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from pipedec.core.limits import DRAFT_KNEE
 from pipedec.core.sampling import SamplingParams
-from pipedec.device import to_device, to_host
+from pipedec.device import HOST, to_device, to_host
+from pipedec.drafting.growing import brought
 from pipedec.drafting.lane import DraftLane, Entering
 from pipedec.families import StateCounts
 from pipedec.grammar import Bitmask
 from pipedec.grammar.masks import allowed_tokens
 from pipedec.kv import KVManager
-from pipedec.model import DraftVocabulary, FirstForward, KVCache, StageModel, Usual, warm_up
+from pipedec.model import DraftVocabulary, FirstForward, KVCache, LaneRows, StageModel, Usual, warm_up
 from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
 from pipedec.tree import Candidates, DraftRows, RowChanges
@@ -52,6 +54,7 @@ class DraftModel:
         self._pool = model.make_pool(slots, block, states)
         self._kv = KVManager(slots, block, shares_prefixes and not model.config.is_recurrent)
         self._lanes: dict[int, DraftLane] = {}  # by request
+        self._can_go_ahead = model.device != HOST and self._pool.states is None
 
     def warm_up(self, usual: Usual, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compute the forwards of usual requests before the first one arrives (see ``model.warm_up``)."""
@@ -101,10 +104,37 @@ class DraftModel:
             self._kv.free(number)
 
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
-        """Run one forward over rows of several trees, and the next chunks of other requests' prompts (see ``Drafter.expand``).
-        Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor was not, nor is among them;
-        and UserError if a structure cannot be followed. Then no lane has changed.
+        """Run one forward over rows of several trees, and the next chunks of other requests' prompts (see ``Drafter.expand``), or
+        those of ``num_forwards``. Raises ValueError if rows of a tree are not ascending, one was drafted before, or an ancestor
+        was not, nor is among them; and UserError if a structure cannot be followed. Then no lane has changed.
         """
+        if not self._can_go_ahead:
+            return self._computed(requested, prompts)
+        ahead = [self._lanes[entry.number].take_ahead(entry) if entry.number in self._lanes else None for entry in requested]
+        left = [entry for entry, found in zip(requested, ahead, strict=True) if found is None]
+        computed = iter(self._computed(left, prompts) if left or prompts else ())
+        return [next(computed) if found is None else found for found in ahead]
+
+    def num_forwards(self, requested: Sequence[DraftRows]) -> int:
+        """See ``Drafter``. On a device that is not the host, later forwards are computed with the first, so that the host waits
+        once, if all requests can say what they are: the draft model alone proposes to them, and it draws nothing, follows no
+        structure and no threads.
+        """
+        if not self._can_go_ahead:
+            return 1
+        lanes = [self._lanes.get(entry.number) for entry in requested]
+        if all(lane is not None and lane.has_ahead(entry) for lane, entry in zip(lanes, requested, strict=True)):
+            return 0
+        growths = [entry.growth for entry in requested if entry.growth is not None]
+        if len(growths) < len(requested) or not all(lane is not None and lane.can_go_ahead for lane in lanes):
+            return 1
+        if len(growths) > 1 and sum(growth.rows for growth in growths) > DRAFT_KNEE:
+            return 1
+        return 1 + max(growth.forwards for growth in growths)
+
+    def _computed(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
+        """``expand`` for rows that were not drafted ahead."""
+        goes_ahead = self.num_forwards(requested) > 1
         drafting: dict[int, Entering] = {}
         for number, entries in groupby(requested, attrgetter("number")):
             of_request = list(entries)
@@ -116,29 +146,60 @@ class DraftModel:
         allowed = [self._lanes[entry.number].allowed(entry) for entry in answered]  # may raise, and so comes first
         if entering:
             token_ids = to_device(torch.tensor([token for one in entering for token in one.token_ids]), self._model.device)
-            inputs = token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids]
-            hidden_RE = self._model.forward(inputs, [one.rows for one in entering])
+            hidden_RE = self._forward(token_ids, [one.rows for one in entering])
         for number in prompts.keys() & self._lanes.keys():
             self._lanes[number].settle_prompt(prompts[number])
         for number, entered in drafting.items():
             self._lanes[number].settle(entered)
         for number in (*prompts, *drafting):
             self._share(number)
-        found = iter(self._candidates(hidden_RE[_drafted(entering)], answered, allowed) if answered else ())
+        candidates = self._candidates(hidden_RE[_drafted(entering)], answered, allowed) if answered else []
+        found = iter(self._grown(answered, candidates) if goes_ahead and answered else candidates)
         return [next(found) if entry.number in self._lanes else self._no_candidates(entry) for entry in requested]
+
+    def _forward(self, token_ids: Tensor, rows: Sequence[LaneRows]) -> Tensor:
+        """hidden_RE of rows of some lanes; their token ids are the target's."""
+        return self._model.forward(token_ids if self._vocabulary is None else self._vocabulary.draft_ids[token_ids], rows)
+
+    def _grown(self, requested: Sequence[DraftRows], candidates: Sequence[Candidates]) -> Sequence[Candidates]:
+        """``candidates`` on the host, which waits once, for those of the next forwards, too: computed if there is memory."""
+        choices = min(max([entry.children for entry in requested]), self._num_known)
+        growing = [self._lanes[entry.number].growing(entry, min(entry.children, choices)) for entry in requested]
+        for one, found in zip(growing, candidates, strict=True):
+            one.add(found.token_ids, found.log_probs)
+        going = growing if all([self._extend(one.requested.number, sum(one.counts)) for one in growing]) else []
+        while going := [one for one in going if one.next_count]:
+            caches = [self._lanes[one.requested.number].cache for one in going]
+            chosen = [one.choose(cache.past_length) for one, cache in zip(going, caches, strict=True)]
+            rows = [LaneRows(places, cache, seen) for (_, places, seen), cache in zip(chosen, caches, strict=True)]
+            hidden_RE = self._forward(torch.cat([tokens for tokens, _, _ in chosen]), rows)
+            top = self._likeliest(self._log_probs(hidden_RE), choices)
+            for one, ids, chances in zip(going, *(part.split([lane.num_rows for lane in rows]) for part in top), strict=True):
+                one.add(ids[:, : one.requested.children], chances[:, : one.requested.children])
+        forwards = brought(growing)
+        for one, (_, *ahead) in zip(growing, forwards, strict=True):
+            self._lanes[one.requested.number].settle_ahead(one.rows, ahead)
+        return [
+            Candidates(found.rows, own[0].token_ids, own[0].log_probs) for found, own in zip(candidates, forwards, strict=True)
+        ]
 
     def _fit(self, number: int, entries: Sequence[DraftRows]) -> bool:
         """Whether there is memory for rows of a request and its chains. If not, its lane is closed."""
         lane = self._lanes.get(number)
         if lane is None:
             return False
-        length = lane.next_length + sum([len(entry.rows) for entry in entries])
-        slots = self._kv.grow(number, length) if self._pool.has_room(length - lane.cache.length) else None
-        if slots is None:
+        more = lane.next_length - lane.cache.length + sum([len(entry.rows) for entry in entries])
+        if not self._pool.has_room(more) or not self._extend(number, more):
             self.close_lane(number)
             return False
-        lane.cache.extend(slots)
         return True
+
+    def _extend(self, number: int, rows: int) -> bool:
+        """Give a lane the slots for so many more rows. Returns False if there is no memory."""
+        cache = self._lanes[number].cache
+        slots = self._kv.grow(number, cache.length + rows)
+        cache.extend(slots or ())
+        return slots is not None
 
     def _share(self, number: int) -> None:
         """Let other requests adopt the tokens added to a lane's past."""
@@ -150,18 +211,25 @@ class DraftModel:
     ) -> list[Candidates]:
         """The most probable next tokens of the rows of ``requested``, of those that are ``allowed``."""
         counts = [len(entry.rows) for entry in requested]
-        log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
-        if self._vocabulary is not None:
-            log_probs_FV.masked_fill_(self._is_unknown, -torch.inf)
+        log_probs_FV = self._log_probs(hidden_FE)
         for entry, log_probs_RV, of_entry in zip(requested, log_probs_FV.split(counts), allowed, strict=True):
             if of_entry:
                 log_probs_RV.copy_(self._among(log_probs_RV, of_entry))
             log_probs_RV.copy_(self._lanes[entry.number].predicted(entry, log_probs_RV))
-        top = log_probs_FV.topk(min(max([entry.children for entry in requested]), self._num_known))
-        tokens = top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices]
+        tokens, log_probs = self._likeliest(log_probs_FV, min(max([entry.children for entry in requested]), self._num_known))
         rows_F = torch.tensor([row for entry in requested for row in entry.rows])
-        found = zip(requested, rows_F.split(counts), tokens.split(counts), top.values.split(counts), strict=True)
+        found = zip(requested, rows_F.split(counts), tokens.split(counts), log_probs.split(counts), strict=True)
         return [Candidates(rows, ids[:, : entry.children], chances[:, : entry.children]) for entry, rows, ids, chances in found]
+
+    def _log_probs(self, hidden_FE: Tensor) -> Tensor:
+        """[F, V], the draft's distribution; −∞ for tokens that the target does not have."""
+        log_probs_FV = self._model.logits(hidden_FE).log_softmax(-1)
+        return log_probs_FV if self._vocabulary is None else log_probs_FV.masked_fill_(self._is_unknown, -torch.inf)
+
+    def _likeliest(self, log_probs_FV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The target's ids of the most probable tokens, and their log-probabilities: [F, count] each."""
+        top = log_probs_FV.topk(count)
+        return top.indices if self._vocabulary is None else self._vocabulary.tokens[top.indices], top.values
 
     def _among(self, log_probs_RV: Tensor, allowed: Sequence[Bitmask]) -> Tensor:
         """The distribution over the allowed tokens. −∞ for the others, and for the whole of a row without allowed ones."""

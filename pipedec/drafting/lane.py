@@ -10,18 +10,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipedec.device import to_device
+from pipedec.drafting.growing import Forward, GrowingTree, RowsAhead
 from pipedec.grammar import Bitmask
 from pipedec.model import LaneRows
 from pipedec.model.cache import KVCache
 from pipedec.sampling import TokenPredictor
 from pipedec.threads import Sequence as ThreadSequence
-from pipedec.tree import DraftRows, DraftTree, RowChanges, Visibility
+from pipedec.tree import Candidates, DraftRows, DraftTree, RowChanges, Visibility
 from pipedec.tree.forest import UNSEEN, PastLabels
 
 _CHAINED = -1  # replaces the row of a token that is in no tree
@@ -54,11 +56,22 @@ class DraftLane:
         self._slots: dict[Row, int] = {}  # tree slot of each row that was drafted, ascending
         self._chains: dict[int, list[int]] = {}  # by thread: token ids that follow the past
         self._labels = _ThreadLabels(sequence) if sequence.can_fork else None
+        self._ahead = RowsAhead((), ())
 
     @property
     def next_length(self) -> int:
         """The length of the cache after a forward over the chains alone."""
+        self._forget_ahead()
         return self.cache.length + sum(map(len, self._chains.values()))
+
+    def has_ahead(self, requested: DraftRows) -> bool:
+        """Whether rows were drafted ahead."""
+        return self._ahead.places_of(requested) is not None
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether nothing but the draft's distribution decides what is drafted, in one thread."""
+        return self._predictor is None and self._sequence.grammar is None and self._labels is None
 
     def allowed(self, requested: DraftRows) -> list[Bitmask]:
         """The tokens that the answer's structure allows after each of the rows; empty without a structure."""
@@ -98,7 +111,7 @@ class DraftLane:
             positions, visibility = self._visibility(requested[0])
         else:
             positions, visibility = self._labels.enter(self._chains, requested, list(self._slots))
-        rows = LaneRows(to_device(positions, self._device), self.cache, visibility.to(self._device))
+        rows = LaneRows(to_device(positions, self._device), self.cache, visibility)
         return Entering(token_ids, rows, drafted)
 
     def _check(self, requested: DraftRows) -> None:
@@ -144,6 +157,7 @@ class DraftLane:
 
     def follow_tree(self, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries in the same way as the thread's tree."""
+        self._forget_ahead()
         kept_rows = {row: number for number, row in enumerate(changes.kept)}
         committed = [self._slots.get((thread, row)) for row in changes.committed]
         drafted = [slot for slot in committed if slot is not None]
@@ -160,6 +174,32 @@ class DraftLane:
         self._slots = {row: slot for slot, row in enumerate(rows)}
         if chain:
             self._chains[thread] = self._chains.get(thread, []) + chain
+
+    def growing(self, requested: DraftRows, choices: int) -> GrowingTree:
+        """The tree of rows that were just drafted, to be drafted ahead. Then call ``settle_ahead``."""
+        assert requested.growth is not None
+        slots = {row: slot for (_, row), slot in self._slots.items()}
+        return GrowingTree(requested, requested.growth, slots, choices, self._device)
+
+    def settle_ahead(self, rows: Sequence[int], forwards: Sequence[Forward]) -> None:
+        """Finish forwards that were computed ahead: ``rows`` are those of their nodes."""
+        self._ahead = RowsAhead(rows, forwards)
+
+    def take_ahead(self, requested: DraftRows) -> Candidates | None:
+        """The candidates of rows that were drafted ahead and now join the tree slots. None if these must be computed."""
+        if (taken := self._ahead.take(requested)) is None:
+            return None
+        slots, candidates = taken
+        self._slots |= {(requested.thread, row): slot for row, slot in slots.items()}
+        return candidates
+
+    def _forget_ahead(self) -> None:
+        """Drop rows that were drafted ahead and not asked for."""
+        self._ahead = RowsAhead((), ())
+        if len(self._slots) < self.cache.tree_length:
+            kept = sorted(self._slots.items(), key=itemgetter(1))
+            self.cache.commit(_tensor([]), _tensor([slot for _, slot in kept]))
+            self._slots = {row: slot for slot, (row, _) in enumerate(kept)}
 
     def _join(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the answer to the past."""

@@ -78,7 +78,7 @@ class DraftLoop:
         self._tasks = RankTasks(0, wiring)
         self._admission = admission
         self._scheduler = scheduler
-        scheduler.draft_rounds.time_forward = lambda load: self._tasks.recorder.drafting(load)
+        scheduler.draft_rounds.time_forward = lambda load, forwards: self._tasks.recorder.drafting(load, forwards)
         scheduler.resources.awaits_drafter = load_drafter is not None
         self._late_drafter = None if load_drafter is None else _in_a_thread(load_drafter)
         self._max_num_seqs = max_num_seqs

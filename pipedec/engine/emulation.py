@@ -109,8 +109,8 @@ class OwnWork:
         self._began, self._drafting = time.thread_time(), 0.0
 
     @contextmanager
-    def drafting(self, load: Load) -> Iterator[None]:
-        """Context of one draft forward."""
+    def drafting(self, load: Load, forwards: int = 1) -> Iterator[None]:
+        """Context of a draft forward: on an emulated device each waits for the host."""
         began = time.thread_time()
         yield
         self.drafted.append(load)

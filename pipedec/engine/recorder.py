@@ -20,6 +20,7 @@ class _Piece(NamedTuple):
     ended: DeviceEvent
     label: str = ""
     category: str = ""
+    parts: int = 1  # that took equally long
 
     @property
     def seconds(self) -> float:
@@ -63,12 +64,12 @@ class Recorder:
         self._spans.append(_Piece(began, self.record_event() if ended is None else ended, label, category))
 
     @contextmanager
-    def drafting(self, load: Load) -> Iterator[None]:
-        """Context of one draft forward, which is timed."""
+    def drafting(self, load: Load, forwards: int = 1) -> Iterator[None]:
+        """Context of draft forwards that are timed together."""
         began = self.record_event()
         with self.pace(load):
             yield
-        self._forwards.append(_Piece(began, self.record_event()))
+        self._forwards.append(_Piece(began, self.record_event(), parts=forwards))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -81,8 +82,8 @@ class Recorder:
         """The timing of the timestep that ends now. Work that the device has not finished belongs to the next one."""
         forwards, later_forwards = _finished(self._forwards)
         waits, later_waits = _finished(self._waits)
-        waited, drafted = sum([wait.seconds for wait in waits]), tuple([forward.seconds for forward in forwards])
-        timing = TimestepTiming(time.perf_counter() - self._began, waited, drafted)
+        drafted = [seconds for one in forwards for seconds in [one.seconds / one.parts] * one.parts]
+        timing = TimestepTiming(time.perf_counter() - self._began, sum([wait.seconds for wait in waits]), tuple(drafted))
         self.restart()
         self._forwards, self._waits = later_forwards, later_waits
         return timing

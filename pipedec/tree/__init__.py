@@ -10,6 +10,7 @@ from pipedec.tree.forest import (
     forest_of,
     position_root,
 )
+from pipedec.tree.growth import Frontier, Growth, Undrafted
 from pipedec.tree.masks import Visibility, is_mask, mask_groups, visible_slots
 from pipedec.tree.prediction_tree import Advance, Candidates, DraftRows, DraftTree, Gaps, PredictionTree, RowChanges
 
@@ -19,13 +20,16 @@ __all__ = [
     "DraftRows",
     "DraftTree",
     "Forest",
+    "Frontier",
     "Gaps",
+    "Growth",
     "PastLabels",
     "PredictionTree",
     "Remaining",
     "RowChanges",
     "ThreadChanges",
     "ThreadedForest",
+    "Undrafted",
     "Visibility",
     "apply_verdict",
     "forest_of",

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.threads import Sequence as ThreadSequence
+from pipedec.tree.growth import Growth
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class DraftRows:
     Attributes:
         rows: ascending, not drafted yet. Their ancestors were drafted or are among them.
         children: number of most probable next tokens to return for each row.
+        growth: which rows will follow; None if the host decides when it has the candidates.
     """
 
     number: int
@@ -125,6 +127,7 @@ class DraftRows:
     tree: DraftTree
     rows: Sequence[int]
     children: int
+    growth: Growth | None = None
 
 
 @dataclass(frozen=True)

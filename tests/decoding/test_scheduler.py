@@ -14,11 +14,11 @@ from support.simulation import KNEE, METHODS, KnowingDrafter, Simulation, begin,
 
 from pipedec import threads
 from pipedec.core.errors import UserError
+from pipedec.core.limits import DRAFT_KNEE
 from pipedec.core.request import TokenizedRequest
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, LaneSizes, Phase
 from pipedec.decoding.budget import RESERVED
-from pipedec.decoding.draft_rounds import DRAFT_KNEE
 from pipedec.families import StateCounts
 from pipedec.kv import KVManager
 from pipedec.methods import BestFirstOptions, StaticTreeOptions

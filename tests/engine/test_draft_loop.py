@@ -172,6 +172,9 @@ class NotedDrafter:
     def threads_changed(self, number: int) -> None: ...
     def forget_prefixes(self) -> None: ...
 
+    def num_forwards(self, requested: Sequence[DraftRows]) -> int:
+        return 1
+
     def expand(self, requested: Sequence[DraftRows], prompts: object) -> list[Candidates]:
         return [Candidates(torch.tensor(entry.rows), *torch.zeros(2, len(entry.rows), 0)) for entry in requested]
 

@@ -59,6 +59,9 @@ class Script:
     def forget_prefixes(self) -> None: ...
     def follow_tree(self, number: int, thread: int, changes: RowChanges) -> None: ...
 
+    def num_forwards(self, requested: Sequence[DraftRows]) -> int:
+        return 1
+
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         return [_candidates(entry) for entry in requested]
 
