@@ -95,7 +95,7 @@ test-isa: $(VENV)/.ready-dev
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -rs -m gpu $(PYTEST_ARGS)
 
-# All of that and what must be measured, within 45 minutes, with a report; docs/gpu.md. GPU_DAY_ARGS="--toy --device cpu" without a GPU.
+# All of that and what must be measured, within 51 minutes, with a report; docs/gpu.md. GPU_DAY_ARGS="--toy --device cpu" without a GPU.
 gpu-day: $(VENV)/.ready-dev
 	$(BIN)/python tests/gpu/day.py $(GPU_DAY_ARGS)
 

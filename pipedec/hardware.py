@@ -74,8 +74,13 @@ DEVICES = {
     for device in (
         DeviceSpec("rtx3090", 24, 936, 35.6, 71, "NVIDIA GA102 GPU architecture whitepaper", r"RTX 3090\b", 23.69),
         DeviceSpec("rtx4090", 24, 1008, 82.6, 165.2, "NVIDIA Ada GPU architecture whitepaper", r"RTX 4090\b", 23.65),
+        DeviceSpec("rtx5090", 32, 1792, 104.8, 209.5, "NVIDIA RTX Blackwell GPU architecture whitepaper", r"RTX 5090$", 31.37),
+        DeviceSpec("a6000", 48, 768, 38.7, 154.8, "NVIDIA GA102 GPU architecture whitepaper", r"RTX A6000\b", 47.54),
+        DeviceSpec("a10", 24, 600, 31.2, 125, "NVIDIA A10 data sheet", r"\bA10\b", 22.06),
+        DeviceSpec("l4", 24, 300, 30.3, 121, "NVIDIA L4 data sheet", r"\bL4\b", 22.03),
         DeviceSpec("l40", 48, 864, 90.5, 181.05, "NVIDIA L40 data sheet", r"\bL40\b", 44.4),
         DeviceSpec("l40s", 48, 864, 91.6, 362, "NVIDIA L40S data sheet", r"\bL40S\b", 44.4),
+        DeviceSpec("a100-40", 40, 1555, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*40GB", 39.39),
         DeviceSpec("a100-80", 80, 2039, 19.5, 312, "NVIDIA A100 data sheet (SXM)", r"\bA100\b.*80GB", 79.15),
         DeviceSpec("h100", 80, 3350, 67, 989, "NVIDIA H100 data sheet (SXM)", r"\bH100\b", 79.11),
         DeviceSpec("h200", 141, 4800, 67, 989, "NVIDIA H200 data sheet (SXM)", r"\bH200\b", 139.81),

@@ -1,7 +1,8 @@
 """Large transformer layers on this machine, compared with its roofline: memory bandwidth and peak arithmetic.
 
-Weights are random: only the shape determines how long a step takes. Owns the bound; the layers run ``StageModel``'s code, and
-``operations`` times tree and KV cache. Knows no pipeline.
+Weights are random: only the shape determines how long a step takes. Owns the bound, and the constants that plans take from a
+device (``pipedec.plan.speeds``); the layers run ``StageModel``'s code, and ``operations`` times tree and KV cache. Knows no
+pipeline.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import pynvml
 import torch
@@ -19,21 +21,27 @@ from benchmarks.kernels.stopwatch import Stopwatch, check_memory, device_named
 from benchmarks.output import Device, check_known
 from pipedec.bench.options import Counts, Positive
 from pipedec.bench.record import Row, header
+from pipedec.core.errors import UserError
 from pipedec.core.values import check_fields
+from pipedec.device import to_host
 from pipedec.engine.build import DTYPES
 from pipedec.families import KNOWN_MODELS, DecoderConfig, ModelConfig, Shape
 from pipedec.flags import Help
 from pipedec.formats import DTYPE_BYTES, PLAIN, Format
 from pipedec.hardware import DEVICES, GIGA
 from pipedec.model import Checkpoint, LaneRows, StageModel, device_capture
+from pipedec.model.kernels.language import has_kernels
+from pipedec.model.matrices import DenseMatrix
 from pipedec.model.weights import Target
+from pipedec.plan.speeds import MeasuredSpeed, read_speeds
 from pipedec.tree import Visibility
 
 # CUDA names of the devices with a data sheet in ``hardware``. Others are measured (PCIe variants have slower memory).
 DATA_SHEETS = {
-    "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA L40": "l40",
-    "NVIDIA L40S": "l40s",
-    "NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
+    "NVIDIA GeForce RTX 3090": "rtx3090", "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA RTX A6000": "a6000", "NVIDIA A10": "a10", "NVIDIA L4": "l4", "NVIDIA L40": "l40", "NVIDIA L40S": "l40s",
+    "NVIDIA A100-SXM4-40GB": "a100-40", "NVIDIA A100-PCIE-40GB": "a100-40", "NVIDIA A100-SXM4-80GB": "a100-80",
+    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200",
 }  # fmt: skip
 COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 MULTIPLIED_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -78,19 +86,21 @@ class LayersConfig:
 
     def operations(self, device: torch.device) -> OperationsConfig:
         """The same layers for ``operations``, with dtype and device resolved and the longest past."""
-        layer = self.shape.attention_layers[0]
-        return OperationsConfig(
-            sizes=self.tree_rows,
-            past=max(self.past),
-            layers=self.layers,
-            heads=layer.num_heads,
-            kv_heads=layer.num_kv_heads,
-            head_dim=layer.key_dim,
-            dtype=self.dtype or ("bfloat16" if device.type == "cuda" else "float32"),
-            device="cuda" if device.type == "cuda" else "cpu",
-            repeats=self.repeats,
-            runs=self.runs,
-        )
+        more = {"sizes": self.tree_rows, "repeats": self.repeats, "runs": self.runs}
+        return operations_of(self.shape, self.layers, max(self.past), device, self.dtype, **more)
+
+
+def operations_of(
+    shape: DecoderConfig, layers: int, past: int, device: torch.device, dtype: str | None, **more: Any
+) -> OperationsConfig:
+    """So many layers of a model for ``operations``; dtype None for bfloat16 on CUDA, float32 on a CPU."""
+    layer = shape.attention_layers[0]
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    chosen: Any = dtype or ("bfloat16" if kind == "cuda" else "float32")
+    return OperationsConfig(
+        past=past, layers=layers, heads=layer.num_heads, kv_heads=layer.num_kv_heads, head_dim=layer.key_dim, dtype=chosen,
+        device=kind, **more,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,8 @@ class Roofline:
 
 
 def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """JSONL rows: ``operation`` ``forward`` for each past and number of rows or lanes, then those of ``measure_bookkeeping``.
+    """JSONL rows: ``operation`` ``forward`` for each past and number of rows or lanes, ``products`` of one row with the
+    matrices of all layers and the device's entry for plans (``speed``), then those of ``measure_bookkeeping``.
 
     Raises UserError if there is no such device, or the layers do not fit into its memory.
     """
@@ -141,8 +152,45 @@ def measure_layers(config: LayersConfig, on_row: Callable[[Row], None] = lambda 
     rows = []
     for figures in _figures(config, operations, roofline, device):
         rows.append({**first, **figures})
+        if figures["operation"] == "products":
+            rows[-1]["speed"] = _speed(rows, device)
         on_row(rows[-1])
     return rows
+
+
+def planned_device(device: torch.device) -> str | None:
+    """The name under which plans know this device; None for a GPU without a data sheet."""
+    return DATA_SHEETS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+
+
+def check_entry(path: Path, device: torch.device) -> None:
+    """Raise UserError, before anything is measured, unless an entry for this device can be written to ``path``."""
+    if planned_device(device) is None:
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"--write {path}: plans do not know a {name}: add it to pipedec/hardware.py and to DATA_SHEETS")
+    if path.exists():
+        read_speeds(path)
+
+
+def _speed(rows: list[Row], device: torch.device) -> Row | None:
+    """The entry of ``speeds.json`` by which a plan has the smallest step as long as it was; None without a data sheet.
+
+    Args:
+        rows: the forwards, and last the products.
+    """
+    name, products = planned_device(device), rows[-1]
+    if name is None:
+        return None
+    step = min((row for row in rows[:-1] if row["lanes"] == 1), key=lambda row: (row["rows"], row["past"]))
+    bytes_per_us = products["bytes"] / products["time_us"]["median"]
+    layer_us = (step["time_us"]["median"] - step["bytes"] / bytes_per_us) / products["config"]["layers"]
+    speed = MeasuredSpeed(
+        round(max(layer_us, 0.0), 1), round(bytes_per_us * 1e6 / (DEVICES[name].bandwidth_gb_per_s * GIGA), 3),
+        "triton" if has_kernels(device) else "torch", products["config"]["model"], products["config"]["layers"],
+        products["config"]["dtype"], products["date"][:10], products["revision"], products["machine"]["torch"],
+        products["driver"], f"a step of {step['rows']} after {step['past']} tokens",
+    )  # fmt: skip
+    return {"device": name, **asdict(speed)}
 
 
 def driver() -> str | None:
@@ -160,14 +208,15 @@ def _figures(config: LayersConfig, operations: OperationsConfig, roofline: Roofl
     stage.capture = device_capture(device)
     for past in config.past:
         for rows in config.rows:
-            yield _measure_forward(stage, config.shape, replace(operations, past=past), 1, rows, roofline, device)
+            yield measure_forward(stage, config.shape, replace(operations, past=past), 1, rows, roofline, device)
         for lanes in config.lanes:
             of_one, of_many = (
-                _measure_forward(stage, config.shape, replace(operations, past=past), *sizes, roofline, device)
+                measure_forward(stage, config.shape, replace(operations, past=past), *sizes, roofline, device)
                 for sizes in ((1, lanes), (lanes, 1))
             )
             ratio = float(of_many["time_us"]["median"] / of_one["time_us"]["median"])
             yield of_many | {"one_lane_time_us": of_one["time_us"], "over_one_lane": ratio}
+    yield _measure_products(stage, Stopwatch(device, config.repeats))
     del stage
     for size in config.tree_rows:
         yield from measure_bookkeeping(operations, size, device)
@@ -200,15 +249,34 @@ def random_stage(model: DecoderConfig, layers: range, dtype: torch.dtype, device
     return stage
 
 
-def _measure_forward(
+@torch.inference_mode()
+def _measure_products(stage: StageModel, stopwatch: Stopwatch) -> Row:
+    """One row by all matrices of a stage, one after the other, in a graph where forwards are captured."""
+    matrices = [DenseMatrix(tensor) for tensor in stage.stack.tensors() if tensor.dim() == 2]
+    rows = {width: torch.randn(1, width, dtype=stage.dtype, device=stage.device) for width in {one.shape[1] for one in matrices}}
+
+    def multiply() -> None:
+        for matrix in matrices:
+            matrix.linear(rows[matrix.shape[1]])
+
+    run = multiply if stage.capture is None else stage.capture(multiply)
+    time_us = stopwatch.time_us(lambda: None, lambda _: run())
+    return {"operation": "products", "rows": 1, "time_us": time_us, "bytes": sum(one.weight_NK.nbytes for one in matrices)}
+
+
+def measure_forward(
     stage: StageModel, shape: ModelConfig, operations: OperationsConfig, lanes: int, rows: int, roofline: Roofline,
     device: torch.device,
 ) -> Row:  # fmt: skip
-    """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound."""
+    """One step through all layers, of ``rows`` tree rows of each of ``lanes`` requests, and its lower bound. A whole model, as a
+    draft is, begins with tokens and ends with the most probable ones on the host.
+    """
     past, config, num_rows = operations.past, stage.config, lanes * rows
     tree, _ = grown_tree(operations, rows, device)
     caches = filled_caches(operations, rows, device, lanes)
-    hidden_RE = torch.randn(num_rows, config.hidden_size, dtype=stage.dtype, device=device)
+    inputs = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    if not stage.is_first:
+        inputs = torch.randn(num_rows, config.hidden_size, dtype=stage.dtype, device=device)
     positions_R = tree.positions + past
     visibility = Visibility(tree.tree_mask, past, lambda: positions_R)
 
@@ -218,13 +286,19 @@ def _measure_forward(
             cache.append(past, to_past=True)
         return [LaneRows(positions_R, cache, visibility) for cache in caches]
 
-    stopwatch = Stopwatch(device, operations.repeats)
-    time_us = stopwatch.time_us(drop_rows, lambda entering: stage.forward(hidden_RE, entering))
+    @torch.inference_mode()
+    def step(entering: list[LaneRows]) -> None:
+        hidden_RE = stage.forward(inputs, entering)
+        if stage.is_last:
+            to_host(stage.logits(hidden_RE).log_softmax(-1).topk(operations.children).indices)
+
+    time_us = Stopwatch(device, operations.repeats).time_us(drop_rows, step)
+    parameters = len(stage.layers) * shape.layer_parameters + (config.hidden_size * config.vocab_size if stage.is_last else 0)
     cached = lanes * len(stage.layers) * (past + rows) * shape.cache_values_per_token
-    num_bytes = stage.stack.num_bytes + cached * stage.dtype.itemsize
+    num_bytes = (parameters + cached) * stage.dtype.itemsize
     layer = config.layers[0]
     attention = 4 * len(stage.layers) * num_rows * (past + rows) * layer.num_heads * layer.key_dim
-    flops = 2 * num_rows * len(stage.layers) * shape.layer_parameters + attention
+    flops = 2 * num_rows * parameters + attention
     bound_ms, bound_by = roofline.bound_ms(num_bytes, flops)
     return {
         "operation": "forward", "past": past, "lanes": lanes, "rows": num_rows, "time_us": time_us, "bytes": num_bytes,

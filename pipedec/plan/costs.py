@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import itemgetter
 
 from pipedec.checkpoints import KnownTensors
-from pipedec.core.limits import CAPTURED_CELLS, CAPTURED_ROWS, CAPTURED_SLOTS
+from pipedec.core.limits import CAPTURED_NUMBERS, CAPTURED_ROWS
 from pipedec.core.stage_message import Load
 from pipedec.families import ExpertsShape, Layer, ModelConfig, RecurrentShape, Shape, StateCounts
 from pipedec.formats import WIDENED_VALUES, AllRounded, Formats, WeightFormat, matrix_shape
@@ -31,8 +31,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Compute and transfer times of one rank, by the data sheets of its device and of its link to the next rank (from the last
-    stage, to rank 0).
+    """Compute and transfer times of one rank, by its device (see ``speeds``) and the data sheet of its link to the next rank
+    (from the last stage, to rank 0).
     """
 
     compute: PassTime
@@ -136,12 +136,10 @@ class ModelCosts:
     @cached_property
     def graph_bytes(self) -> int:
         """Memory that the graphs of a stage allocate beside its weights, once, since they share it: the activations of the
-        largest forward that is captured, a layer's copies of the keys and values that it reads, and for every cell of its rows
-        and slots the bias of every query head of a group, twice while it is made. Not measured on a GPU.
+        largest forward that is captured, the splits of a layer's attention, and the table of its rows. Not measured on a GPU.
         """
-        group = max((layer.group for layer in self.model.attention_layers), default=0)
-        values = CAPTURED_ROWS * self._row_values + CAPTURED_SLOTS * max(self._cached)
-        return (values + 2 * group * CAPTURED_CELLS) * self.weights.element_bytes
+        splits = max((one.num_heads * (one.value_dim + 2) * one.num_splits for one in self.model.attention_layers), default=0)
+        return CAPTURED_ROWS * (self._row_values * self.weights.element_bytes + 4 * splits) + 4 * CAPTURED_NUMBERS
 
     @cached_property
     def _activation_bytes(self) -> int:

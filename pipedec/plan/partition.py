@@ -1,6 +1,6 @@
 """The plan of a partition: layers, memory and expected times of every stage.
 
-Measures nothing and starts nothing: a stage is memory-bound or compute-bound by its device's data sheet, a transfer takes the
+Measures nothing and starts nothing: a stage is memory-bound or compute-bound by what is known of its device, a transfer takes the
 link's latency plus its bytes by the bandwidth. On long links, more timesteps are in flight than there are groups.
 """
 

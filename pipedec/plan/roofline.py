@@ -1,4 +1,4 @@
-"""How long a forward pass takes by the data sheet of its device: a roofline."""
+"""How long a forward pass takes: a roofline by the data sheet of its device and what ``speeds`` knows of it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil
 
-from pipedec.core.limits import CAPTURED_ROWS
+from pipedec.core.limits import CAPTURED_ROWS, KERNEL_ROWS
 from pipedec.hardware import GIGA, DeviceSpec
 from pipedec.plan.held import HeldWeights
+from pipedec.plan.speeds import speed_of
 
-# Launch overhead of one layer whose kernels are replayed as a CUDA graph: about ten kernels, each followed by a gap of one to
-# two microseconds. An assumption, not a data sheet figure: the program replays graphs, but of 21 to 27 kernels per layer, and has
-# not been timed on a GPU.
-LAUNCH_US_PER_LAYER = 15.0
-# Rows that torch's kernel for 4-bit weights in bfloat16 on a GPU multiplies at once (ATen/native/cuda/int4mm.cu,
-# tinygemm_m16n8k16_chunk_kernel): each tile of so many rows is a block of its own, which reads and widens all weights again.
-INT4_KERNEL_ROWS = 16
 # The share of its experts that a further row of a request has in common with the other rows of a batch, beyond what independent
 # routing would give. mlx-lm measured 25.7 % between neighbouring tokens of GLM-4.7-Flash.
 ROW_OVERLAP = 0.25
@@ -29,7 +23,7 @@ class ExpertReads:
 
     Attributes:
         all_ms: time to read all experts of these layers once.
-        reread_ms: time to read all of them again, for each further ``INT4_KERNEL_ROWS`` rows of an expert; 0 if one reading
+        reread_ms: time to read all of them again, for each further ``KERNEL_ROWS`` rows of an expert; 0 if one reading
             serves all rows.
         num_experts, top_k: of each layer; experts of a row.
         overlap: share of its experts that a further row has in common with the others, beyond independent routing, in [0, 1).
@@ -50,7 +44,7 @@ class ExpertReads:
         """Milliseconds in which the experts of so many rows are read: concave up to all experts."""
         rows = max(rows, 1)
         distinct = self.distinct(rows)
-        tiles = ceil(rows * self.top_k / distinct / INT4_KERNEL_ROWS)
+        tiles = ceil(rows * self.top_k / distinct / KERNEL_ROWS)
         return distinct / self.num_experts * (self.all_ms + (tiles - 1) * self.reread_ms)
 
     def slowed(self, factor: float) -> ExpertReads:
@@ -59,15 +53,15 @@ class ExpertReads:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Duration of one forward pass through some layers on a device: a roofline plus kernel launches.
+    """Duration of one forward pass through some layers on a device: a roofline plus what each layer takes beside its weights.
 
     Attributes:
         read_ms: time to read the weights that every row computes with from memory once, and the state of recurrent layers, which
             is also written.
         row_ms: time to multiply one row by them, and by its own experts, at the peak rate.
-        launch_ms: launch overhead of the kernels.
+        launch_ms: time of the layers beside reading: kernels that read no weights, and launches.
         past_ms: time to read one token's keys and values in the KV cache.
-        reread_ms: time to read weights again for each further ``INT4_KERNEL_ROWS`` rows; 0 if one reading serves all rows.
+        reread_ms: time to read weights again for each further ``KERNEL_ROWS`` rows; 0 if one reading serves all rows.
         experts: the routed experts, of which a pass reads those of its rows.
     """
 
@@ -88,7 +82,7 @@ class PassTime:
 
     def weights_ms(self, rows: int) -> float:
         """Milliseconds in which the weights are read for so many rows."""
-        dense_ms = self.read_ms + (rows - 1) // INT4_KERNEL_ROWS * self.reread_ms
+        dense_ms = self.read_ms + (rows - 1) // KERNEL_ROWS * self.reread_ms
         return dense_ms + sum(experts.ms(rows) for experts in self.experts)
 
     def slowed(self, factor: float) -> PassTime:
@@ -106,7 +100,7 @@ class PassTime:
         if self.experts:
             return 1.0
         at_peak = self.read_ms / self.row_ms
-        return min(at_peak, INT4_KERNEL_ROWS) if self.reread_ms else at_peak
+        return min(at_peak, KERNEL_ROWS) if self.reread_ms else at_peak
 
     @property
     def room_rows(self) -> float:
@@ -138,9 +132,11 @@ def pass_time(
 
     ``past_bytes`` are those of one token in the KV caches of the layers, ``state_bytes`` those of one request's state in the
     recurrent ones. Rows of one request are assumed, whose pass reads the state and commits to it. The stashes of rows in flight
-    are not counted: those of a tree are small beside a state. ``overlap`` as of ``ExpertReads``.
+    are not counted: those of a tree are small beside a state. ``overlap`` as of ``ExpertReads``. Raises UserError as
+    ``speed_of``.
     """
-    byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA)
+    speed = speed_of(device.name)
+    byte_ms = 1000 / (device.bandwidth_gb_per_s * GIGA * speed.bandwidth_share)
 
     def reread_ms(part: HeldWeights) -> float:
         return part.kernel_bytes * byte_ms if device.is_gpu else 0.0
@@ -150,7 +146,7 @@ def pass_time(
     return PassTime(
         read_ms=(dense.read_bytes(device.is_gpu) + 2 * state_bytes) * byte_ms,
         row_ms=1000 * 2 * (dense.parameters + of_row) / device.peak_flops(dtype),
-        launch_ms=layers * LAUNCH_US_PER_LAYER / 1000,
+        launch_ms=layers * speed.layer_us / 1000,
         past_ms=past_bytes * byte_ms,
         reread_ms=reread_ms(dense),
         experts=tuple(

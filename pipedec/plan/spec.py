@@ -103,7 +103,7 @@ class PipelineSpec:
     @property
     def weights(self) -> WeightFormat:
         """Weight format of the target."""
-        return WeightFormat(self.dtype, self.settings.numbers.quantize)
+        return WeightFormat(self.dtype, self.settings.numbers.quantize, self.settings.numbers.kernels != "torch")
 
     @property
     def largest_draft_weights(self) -> WeightFormat:

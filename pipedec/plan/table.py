@@ -15,6 +15,7 @@ from pipedec.hardware import DEVICES, GIGA
 from pipedec.plan.files import NeededFile
 from pipedec.plan.partition import Plan
 from pipedec.plan.placement import Placement
+from pipedec.plan.speeds import speed_of
 from pipedec.plan.state_memory import NO_STATES
 
 _PROMPT_TOKENS = 1000
@@ -106,6 +107,7 @@ def _summary(plan: Plan, drafted_ms: float | None) -> list[str]:
         f"  KV capacity          {plan.kv.tokens:7,} tokens of all running requests together, {kv_gb} GB per rank",
         *_states(plan),
         *([f"  GPU memory reserve   {reserve}"] if reserve else []),
+        *_speeds(plan),
         "",
         f"Requests that have memory at the same time ({most:,} may run, of up to {plan.max_model_len:,} tokens):",
         _line("tokens of each", [f"{tokens:,}" for tokens in _REQUEST_TOKENS]),
@@ -135,6 +137,14 @@ def _states(plan: Plan) -> list[str]:
         f"rows in flight: {plan.states.rows:,}",
         f"{'':<30}in all {min(sizes):.1f} to {max(sizes):.1f} GB per rank",
     ]
+
+
+def _speeds(plan: Plan) -> list[str]:
+    """For each device, whether its times are measured or a data sheet's."""
+    ranks = [*([plan.draft] if plan.draft else []), *plan.stages]
+    names = dict.fromkeys(rank.placement.device for rank in ranks)
+    found = [f"{name}: {speed_of(name).source}" for name in names]
+    return [f"  {title:<21}{line}" for title, line in zip(["times", *[""] * len(found)], found, strict=False)]
 
 
 def _in_flight(plan: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from pipedec.families import KNOWN_MODELS, model_config
 from pipedec.families.llama import LlamaConfig
 from pipedec.hardware import DEVICES
 from pipedec.model import KVCache, LaneRows
+from pipedec.plan.speeds import read_speeds
 
 TINY = LlamaConfig(
     model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -52,8 +54,35 @@ def test_the_command_counts_steps_against_the_bound(tmp_path: Path) -> None:
     assert many["over_one_lane"] == many["time_us"]["median"] / many["one_lane_time_us"]["median"]
     assert many["bytes"] == 4 * (weights + 3 * 2 * (9 + 1) * TINY.cache_values_per_token)
     assert many["flops"] == 3 * forward[9, 1, 1]["flops"]
-    beside = {(row["operation"], row["verdict"]) for row in rows if row["operation"] != "forward"}
+    beside = {(row["operation"], row["verdict"]) for row in rows if row["operation"] not in ("forward", "products")}
     assert beside == {("grow", None), *((name, verdict) for name in ("prune tree", "prune cache") for verdict in ("hit", "miss"))}
+
+
+def test_what_plans_take_of_a_device_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the entry, the smallest step takes as long as it was measured, unless products alone were slower."""
+    out, written = tmp_path / "figures.jsonl", tmp_path / "speeds.json"
+    sizes = ["--layers", "2", "--rows", "3,1", "--past", "9,4", "--tree-rows", "20"]
+    flags = ["layers", "--model", "tiny", *sizes, "--device", "cpu"]
+    done = CliRunner().invoke(kernels, [*flags, "--repeats", "3", "--out", str(out), "--write", str(written)])
+    assert done.exit_code == 0 and "For plans, cpu: products of one row read at" in done.stderr, (done.output, done.exception)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    (products,) = (row for row in rows if row["operation"] == "products")
+    matrices = TINY.layer_parameters - 2 * 32  # without norms
+    assert products["bytes"] == 4 * 2 * matrices
+    ((name, speed),) = read_speeds(written).items()
+    assert {"device": name, **asdict(speed)} == products["speed"]
+    assert (name, speed.kernels, speed.layers, speed.torch) == ("cpu", "torch", 2, torch.__version__)
+    assert speed.bandwidth_share == pytest.approx(products["bytes"] / products["time_us"]["median"] / 40e3, rel=0.01, abs=0.001)
+    step = next(row for row in rows if row["operation"] == "forward" and (row["rows"], row["past"]) == (1, 4))
+    read_us = step["bytes"] / products["bytes"] * products["time_us"]["median"]
+    assert speed.layer_us == pytest.approx(max(0, step["time_us"]["median"] - read_us) / 2, abs=0.1)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T400")
+    with pytest.raises(UserError, match=r"plans do not know a NVIDIA T400: add it to pipedec/hardware\.py"):
+        layers.check_entry(written, torch.device("cuda"))
+    written.write_text("{")
+    refused = CliRunner().invoke(kernels, [*flags, "--write", str(written)])
+    assert isinstance(refused.exception, UserError) and "not valid JSON" in str(refused.exception), "before anything is measured"
 
 
 def test_the_slower_of_reading_and_computing_is_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-GOAL = 0.87  # of the bound that the memory's bandwidth sets, for steps of up to GOAL_ROWS rows
+GOAL = 0.80  # of the bound that the memory's bandwidth sets, for steps of up to GOAL_ROWS rows
 GOAL_ROWS = 16
 LOG = "log.txt"  # what the commands of a step have printed
 _LINES = 40
@@ -50,7 +50,9 @@ def tests(folder: Path) -> Reading:
 
 def layers(folder: Path) -> Reading:
     """Forwards beside their bounds, and whether small steps reach the goal."""
-    rows = [row for row in records(folder / "layers.jsonl") if row["operation"] == "forward"]
+    measured = records(folder / "layers.jsonl")
+    rows = [row for row in measured if row["operation"] == "forward"]
+    speed = [row["speed"] for row in measured if row["operation"] == "products" and row["speed"] is not None]
     small = [row for row in rows if row["rows"] <= GOAL_ROWS and row["lanes"] == 1 and row["bound_by"] == "memory"]
     if not small:
         return Reading("no step was bound by memory", "")
@@ -64,7 +66,36 @@ def layers(folder: Path) -> Reading:
          f"{row['share_of_bound']:.0%}")
         for row in rows
     ]  # fmt: skip
-    return Reading(note, table(("tokens before", "requests", "rows", "ms", "bound, ms", "bound by", "of the bound"), cells))
+    text = table(("tokens before", "requests", "rows", "ms", "bound, ms", "bound by", "of the bound"), cells)
+    of_plans = [f"\n\nFor plans (`layers --write`):\n\n```json\n{json.dumps(one, indent=1)}\n```" for one in speed]
+    return Reading(note, "".join((text, *of_plans)))
+
+
+def kernels(folder: Path) -> Reading:
+    """Own kernels beside torch's way, and which of them reach the goal."""
+    rows = records(folder / "kernels.jsonl")
+    worst = min(rows, key=lambda row: row["share_of_bandwidth"])
+    where = f"{worst['operation']} with {worst['rows']} rows, {worst['share_of_bandwidth']:.0%} of the bandwidth"
+    cells = [
+        (row["operation"], row["past"] or "-", row["rows"], f"{row['time_us']['median']:.1f}", f"{row['share_of_bandwidth']:.0%}",
+         f"{row['torch_time_us']['median']:.1f}", f"{row['torch_share']:.0%}", f"{row['difference']:.0e}")
+        for row in rows
+    ]  # fmt: skip
+    names = "kernel", "tokens before", "rows", "µs", "of the bandwidth", "torch, µs", "torch's", "difference"
+    return Reading(f"computed by {rows[0]['computed_by']}; at worst {where}", table(names, cells))
+
+
+def draft(folder: Path) -> Reading:
+    """Forwards of a draft, and how many a timestep has time for."""
+    step, *rows = records(folder / "draft.jsonl")
+    cells = [
+        (row["rows"], ms(row["time_us"]["median"] / 1000), ms(row["bound_us"] / 1000), f"{row['share_of_bound']:.0%}",
+         row["per_timestep"])
+        for row in rows
+    ]  # fmt: skip
+    layers = f"{step['config']['layers']} layers of {step['config']['model']}"
+    note = f"a timestep of {layers} takes {ms(step['time_us']['median'] / 1000)} ms"
+    return Reading(note, table(("rows", "ms", "bound, ms", "of the bound", "per timestep"), cells))
 
 
 def operations(folder: Path) -> Reading:

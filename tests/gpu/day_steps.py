@@ -101,7 +101,7 @@ def stages(count: int, toy_count: int | None = None) -> Step:
 STEPS = (
     Step("doctor", 60, (pipedec("doctor"),), (pipedec("doctor"),), "each line with a cross says what to mend"),
     tests(
-        "kernels", 120, "tests/gpu/test_gpu_kernels.py", "captured and float32 and llama and 0 or without_flash",
+        "kernel-tests", 120, "tests/gpu/test_gpu_kernels.py", "captured and float32 and llama and 0 or without_flash",
         "`PIPEDEC_GRAPHS=off`, then without `flash-attn`: which kernels are to blame",
     ),
     tests(
@@ -145,15 +145,33 @@ STEPS = (
         "`--local` does without processes and transfers",
     ),
     Step(
-        "layers", 180, (kernels("layers --device {device} --out {folder}/layers.jsonl"),),
+        "layers", 200,
+        (kernels("layers --device {device} --rows 1,16 --past 512,4096,16384 --tree-rows 32 --out {folder}/layers.jsonl"),),
         (
             kernels(
                 "layers --device {device} --model llama-3.2-1b --layers 1 --rows 1,8 --past 64 --lanes 4 --runs 2 "
-                "--out {folder}/layers.jsonl"
+                "--out {folder}/layers.jsonl --write {folder}/speeds.json"
             ),
         ),
         "`torch.profiler` of one step; clocks and power limit of the card",
         read=figures.layers,
+    ),
+    Step(
+        "kernels", 250, (kernels("compare --device {device} --out {folder}/kernels.jsonl"),),
+        (kernels("compare --device {device} --model llama-3.2-1b --rows 1,4 --past 9 --repeats 2 --out {folder}/kernels.jsonl"),),
+        "which kernel is slow, and at which size; `tests/kernels` compiles each for three kinds of GPU",
+        read=figures.kernels,
+    ),
+    Step(
+        "draft", 110, (kernels("draft --device {device} --out {folder}/draft.jsonl"),),
+        (
+            kernels(
+                "draft --device {device} --draft {models}/draft --model llama-3.2-1b --layers 1 --rows 1,4 --past 64 --repeats 2 "
+                "--out {folder}/draft.jsonl"
+            ),
+        ),
+        "`PIPEDEC_GRAPHS=off`: what launches cost; `layers` and `kernels` say which part is slow",
+        read=figures.draft,
     ),
     Step(
         "operations", 60, (kernels("operations --device {device} --out {folder}/operations.jsonl"),),
