@@ -10,8 +10,7 @@ rows, and the stashes of the rows in flight of their requests; without such laye
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -28,8 +27,7 @@ FLIGHT_FIELDS = 6  # see ``FlightEntry``
 CAUSAL, BY_NUMBER = 0, -1
 
 
-@dataclass(frozen=True)
-class RequestEntry:
+class RequestEntry(NamedTuple):
     """A request in the table. Places are indices into it.
 
     Attributes:
@@ -51,9 +49,6 @@ class RequestEntry:
     seen: int
     stride: int
     positions: int
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.length, self.shared, self.row, self.mask_row, self.blocks, self.seen, self.stride, self.positions))
 
 
 class FlightEntry(NamedTuple):
@@ -134,74 +129,121 @@ class RowTables:
 
         Raises ValueError if the table is too small.
         """
-        blocks, positions, masks, on_device = list[int](), list[int](), list[Tensor](), list[tuple[bool, int, Tensor]]()
-        entries, row, num_bytes = list[list[int]](), 0, 0
-        flights, states = list[FlightEntry](), list[int]()
+        entries = _Entries(with_positions, self._has_states)
         for lane in lanes:
-            visibility, length = lane.visibility, lane.cache.length + lane.num_rows
-            shared, stride, place = lane.cache.length, CAUSAL, BY_NUMBER
-            own_blocks = lane.cache.blocks(length)
-            if visibility is not None:
-                shared, stride = visibility.shared, visibility.seen.shape[1]
-                seen = visibility.seen.flatten()
-                if seen.device != HOST:
-                    on_device.append((True, num_bytes, seen))
-                    seen = torch.zeros(len(seen), dtype=torch.bool)
-                masks.append(seen)
-                if with_positions:
-                    place, of_slots = len(positions), visibility.slot_positions()[:stride]
-                    if of_slots.device != HOST:
-                        on_device.append((False, place, of_slots))
-                    positions += [0] * stride if of_slots.device != HOST else of_slots.tolist()
-            entries.append([length, shared, row, row + lane.num_tokens, len(blocks), num_bytes, stride, place])
-            blocks += own_blocks
-            num_bytes += stride * lane.num_rows
-            if self._has_states:
-                flight, stashes, masked = _flight(lane, row, len(blocks), num_bytes)
-                flights.append(flight)
-                states += _states(lane)
-                blocks += stashes
-                masks += masked
-                num_bytes += sum(mask.numel() for mask in masked)
-            row += lane.num_rows
-        size = self.header + len(blocks) + len(positions) + -(-num_bytes // 4)
-        if size > len(self.table):
-            raise ValueError(f"{size} numbers do not fit into a table of {len(self.table)}")
-        host = torch.zeros(size, dtype=torch.int32, pin_memory=self.table.device.type == "cuda")
-        first_position, first_byte = self.header + len(blocks), 4 * (self.header + len(blocks) + len(positions))
-        for entry in entries:
-            entry[4] += self.header
-            entry[5] += first_byte
-            entry[7] += first_position if entry[7] != BY_NUMBER else 0
-        num_rows, of_rows, slots, requests, of_states, of_flights, *tiles = self._split(host)
-        num_rows.fill_(row)
+            entries.add(lane)
+        places = entries.places(self.header)
+        if places.end > len(self.table):
+            raise ValueError(f"{places.end} numbers do not fit into a table of {len(self.table)}")
+        host = torch.zeros(places.end, dtype=torch.int32, pin_memory=self.table.device.type == "cuda")
+        self._fill_header(host, lanes, entries, places)
+        host[self.header : places.masks // 4] = torch.tensor([*entries.numbers, *entries.positions], dtype=torch.int32)
+        if entries.masks:
+            masks = torch.cat(entries.masks).view(torch.uint8)
+            host.view(torch.uint8)[places.masks : places.masks + len(masks)] = masks
+        self.table[: places.end].copy_(host, non_blocking=True)
+        for place, seen in entries.masks_there:
+            self.table.view(torch.uint8)[places.masks + place :][: len(seen)].copy_(seen)
+        for place, positions in entries.positions_there:
+            self.table[places.positions + place :][: len(positions)].copy_(positions)
+
+    def _fill_header(self, host: Tensor, lanes: Sequence[LaneRows], entries: _Entries, places: _Places) -> None:
+        num_rows, of_rows, slots, requests, states, flights, *tiles = self._split(host)
+        rows, pool = entries.num_rows, lanes[0].cache.pool
+        num_rows.fill_(rows)
         of_rows.fill_(-1)
-        slots.fill_(lanes[0].cache.pool.spare_slot)
-        counts = torch.tensor([lane.num_rows for lane in lanes])
-        of_rows[:row] = torch.arange(len(lanes)).repeat_interleave(counts)
-        runs = [slot for lane in lanes for run in lane.cache.next_slots(lane.num_rows) for slot in run]
-        slots[:row] = torch.tensor(runs)
-        requests[: len(entries) * REQUEST_FIELDS] = torch.tensor(entries).flatten()
-        if (memory := lanes[0].cache.pool.states) is not None and self._has_states:
-            of_states.fill_(memory.spare_state)
-            of_states[:row] = torch.tensor(states)
-            placed = [flight._replace(stashes=flight.stashes + self.header, seen=flight.seen + first_byte) for flight in flights]
-            of_flights[: len(placed) * FLIGHT_FIELDS] = torch.tensor(placed).flatten()
+        of_rows[:rows] = torch.arange(len(lanes)).repeat_interleave(torch.tensor([lane.num_rows for lane in lanes]))
+        slots.fill_(pool.spare_slot)
+        slots[:rows] = torch.tensor([slot for lane in lanes for run in lane.cache.next_slots(lane.num_rows) for slot in run])
+        requests[: len(lanes) * REQUEST_FIELDS] = torch.tensor([places.of(entry) for entry in entries.requests]).flatten()
+        if pool.states is not None and self._has_states:
+            states.fill_(pool.states.spare_state)
+            states[:rows] = torch.tensor(entries.states)
+            placed = [
+                flight._replace(stashes=flight.stashes + places.numbers, seen=flight.seen + places.masks)
+                for flight in entries.flights
+            ]
+            flights[: len(lanes) * FLIGHT_FIELDS] = torch.tensor(placed).flatten()
         for tokens, part in zip(self._tile_tokens, tiles, strict=True):
             found = [
-                (number, entry[2] + first, min(tokens, lane.num_rows - first))
-                for number, (entry, lane) in enumerate(zip(entries, lanes, strict=True))
+                (number, entry.row + first, min(tokens, lane.num_rows - first))
+                for number, (entry, lane) in enumerate(zip(entries.requests, lanes, strict=True))
                 for first in range(0, lane.num_rows, tokens)
             ]
             part.fill_(-1)
             part[: len(found) * TILE_FIELDS] = torch.tensor(found).flatten()
-        host[self.header : first_position + len(positions)] = torch.tensor([*blocks, *positions], dtype=torch.int32)
-        if masks:
-            host.view(torch.uint8)[first_byte : first_byte + num_bytes] = torch.cat(masks).view(torch.uint8)
-        self.table[:size].copy_(host, non_blocking=True)
-        for is_mask, place, values in on_device:
-            part = self.table.view(torch.uint8)[first_byte + place :] if is_mask else self.table[first_position + place :]
-            part[: len(values)].copy_(values)
+
+
+class _Places(NamedTuple):
+    """Where the parts after the header begin in a table; that of the masks in bytes."""
+
+    numbers: int
+    positions: int
+    masks: int
+    end: int
+
+    def of(self, entry: RequestEntry) -> RequestEntry:
+        """An entry whose places count from the beginnings of the parts, in the table."""
+        positions = entry.positions if entry.positions == BY_NUMBER else entry.positions + self.positions
+        return entry._replace(blocks=entry.blocks + self.numbers, seen=entry.seen + self.masks, positions=positions)
+
+
+class _Entries:
+    """What a table has of some lanes: entries whose places count from the beginnings of the parts after the header, and these.
+
+    Attributes:
+        numbers: blocks of the pool, and stashes.
+        masks, positions: on the host; 0 for those that are on a device.
+        masks_there, positions_there: those, with their places.
+    """
+
+    def __init__(self, with_positions: bool, has_states: bool) -> None:
+        self._with_positions, self._has_states = with_positions, has_states
+        self.num_rows = self._num_bytes = 0
+        self.requests, self.flights, self.states = list[RequestEntry](), list[FlightEntry](), list[int]()
+        self.numbers, self.positions, self.masks = list[int](), list[int](), list[Tensor]()
+        self.masks_there, self.positions_there = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+
+    def places(self, header: int) -> _Places:
+        """Of the parts after a header of so many numbers."""
+        positions = header + len(self.numbers)
+        masks = positions + len(self.positions)
+        return _Places(header, positions, 4 * masks, masks + -(-self._num_bytes // 4))
+
+    def add(self, lane: LaneRows) -> None:
+        """Enter a lane."""
+        visibility, length = lane.visibility, lane.cache.length + lane.num_rows
+        shared, stride, place = lane.cache.length, CAUSAL, BY_NUMBER
+        first, seen = self.num_rows, self._num_bytes
+        if visibility is not None:
+            shared, stride = visibility.shared, visibility.seen.shape[1]
+            self._add_mask(visibility.seen.flatten())
+            place = self._add_positions(visibility.slot_positions()[:stride]) if self._with_positions else BY_NUMBER
+        self.requests.append(RequestEntry(length, shared, first, first + lane.num_tokens, len(self.numbers), seen, stride, place))
+        self.numbers += lane.cache.blocks(length)
+        if self._has_states:
+            self.states += _states(lane)
+            flight, stashes, masks = _flight(lane, first, len(self.numbers), self._num_bytes)
+            self.flights.append(flight)
+            self.numbers += stashes
+            for mask in masks:
+                self._add_mask(mask)
+        self.num_rows += lane.num_rows
+
+    def _add_mask(self, seen: Tensor) -> None:
+        if seen.device != HOST:
+            self.masks_there.append((self._num_bytes, seen))
+            seen = torch.zeros(len(seen), dtype=torch.bool)
+        self.masks.append(seen)
+        self._num_bytes += len(seen)
+
+    def _add_positions(self, positions: Tensor) -> int:
+        """Returns their place."""
+        place = len(self.positions)
+        if positions.device != HOST:
+            self.positions_there.append((place, positions))
+        self.positions += positions.tolist() if positions.device == HOST else [0] * len(positions)
+        return place
 
 
 def _states(lane: LaneRows) -> list[int]:
