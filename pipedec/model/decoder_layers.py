@@ -10,6 +10,7 @@ from functools import partial
 from itertools import count
 from typing import cast
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -33,6 +34,7 @@ class DecoderLayers(StageLayers):
     def __init__(self, config: DecoderConfig, layers: range, storage: Storage) -> None:
         super().__init__(config, layers, storage)
         self._rotary = Rotary(config, storage.dtype, storage.device)
+        self._rotate = rope_write.rope_write if has_kernels(storage.device) else rope_write.reference
         self._decoders: list[Decoder] = []
         self._embedding_VE: Matrix | None = None
         self._norm = _BoundNorm(config.final_norm, storage) if self.is_last else None
@@ -44,7 +46,7 @@ class DecoderLayers(StageLayers):
         cos_sin = self._rotary.cos_sin(rows.positions, rows.lengths)
         residual_RE = None
         for index, decoder in enumerate(self._decoders):
-            heads = RotaryHeads(self.shape.layers[index], index, cos_sin, rows)
+            heads = RotaryHeads(self.shape.layers[index], index, cos_sin, rows, self._rotate)
             hidden_RE, residual_RE = decoder.forward(hidden_RE, residual_RE, heads)
         return hidden_RE if residual_RE is None else hidden_RE.add_(residual_RE)
 
@@ -95,8 +97,8 @@ class DecoderLayers(StageLayers):
 class RotaryHeads:
     """The heads of a layer in a forward (see ``families.Heads``)."""
 
-    def __init__(self, shape: LayerShape, layer: int, cos_sin: CosSin, rows: Rows) -> None:
-        self._shape, self._layer, self._cos_sin, self._rows = shape, layer, cos_sin, rows
+    def __init__(self, shape: LayerShape, layer: int, cos_sin: CosSin, rows: Rows, rotate: Callable[..., Tensor]) -> None:
+        self._shape, self._layer, self._cos_sin, self._rows, self._rotate = shape, layer, cos_sin, rows, rotate
 
     def split(self, qkv_RX: Tensor) -> tuple[Tensor, Tensor]:
         shape = self._shape
@@ -105,11 +107,11 @@ class RotaryHeads:
         return heads[:, :queries_keys], heads[:, queries_keys:]
 
     def attend(self, queries_keys: Tensor, values_RKD: Tensor, norms: tuple[Part, Part] | None = None) -> Tensor:
-        rows = self._rows
-        rotate = rope_write.rope_write if has_kernels(values_RKD.device) else rope_write.reference
-        bound = cast("tuple[_BoundNorm, _BoundNorm] | None", norms)
-        weights = None if bound is None else (bound[0].weight_eps, bound[1].weight_eps)
-        q_RHD = rotate(queries_keys, values_RKD, self._cos_sin, rows.pool, self._layer, rows.slots, weights)
+        rows, weights = self._rows, None
+        if norms is not None:
+            query_norm, key_norm = cast("tuple[_BoundNorm, _BoundNorm]", norms)
+            weights = query_norm.weight_eps, key_norm.weight_eps
+        q_RHD = self._rotate(queries_keys, values_RKD, self._cos_sin, rows.pool, self._layer, rows.slots, weights)
         return rows.attention.attend(q_RHD, self._layer).flatten(1)
 
 
@@ -119,22 +121,19 @@ class _BoundNorm(Part):
     def __init__(self, part: RMSNorm, storage: Storage) -> None:
         self._part = part
         self.weight_eps: rope_write.Norm = storage.empty(part.size), part.eps
+        self._norm = add_rms_norm.add_rms_norm if has_kernels(storage.device) else add_rms_norm.reference
 
-    def __call__(
-        self, rows: Tensor, before: Tensor | None = None, after: Tensor | None = None, out: Tensor | None = None
-    ) -> Tensor:
-        """See ``add_rms_norm``."""
-        norm = add_rms_norm.add_rms_norm if has_kernels(rows.device) else add_rms_norm.reference
-        return norm(rows, *self.weight_eps, before, after, out)
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self._norm(rows, *self.weight_eps)
 
     def added(self, rows: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self(rows, before=residual), rows
+        return self._norm(rows, *self.weight_eps, residual), rows
 
     def added_to(self, residual: Tensor, rows: Tensor) -> Tensor:
-        return self(rows, after=residual, out=rows)
+        return self._norm(rows, *self.weight_eps, None, residual, rows)
 
     def replace(self, rows: Tensor) -> None:
-        self(rows, out=rows)
+        self._norm(rows, *self.weight_eps, out_RX=rows)
 
     def prepare(self) -> None:
         """A vector is kept as it is."""
@@ -181,13 +180,10 @@ class _BoundLinear(Part):
 
 
 class _BoundActivation(Part):
-    def __init__(self, name: str) -> None:
-        self._function = activation(name)
-
-    def gated(self, gate_up: Tensor) -> Tensor:
-        if self._function is functional.silu and has_kernels(gate_up.device):
-            return silu_mul.silu_mul(gate_up)
-        return silu_mul.reference(gate_up, self._function)
+    def __init__(self, name: str, device: torch.device) -> None:
+        function = activation(name)
+        has_kernel = function is functional.silu and has_kernels(device)
+        self.gated = silu_mul.silu_mul if has_kernel else partial(silu_mul.reference, activation=function)
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
@@ -210,7 +206,7 @@ def _bound(part: Part, layers: DecoderLayers, prefix: str, format_of: Callable[[
         formats = [format_of(prefix + name, shape) for name, shape in part.tensors().items() if name.endswith(".weight")]
         return _BoundLinear(part, layers.storage, layers.products, formats)
     assert isinstance(part, Activation)
-    return _BoundActivation(part.name)
+    return _BoundActivation(part.name, layers.storage.device)
 
 
 def _weighted(decoder: Decoder) -> list[_BoundNorm | _BoundLinear]:

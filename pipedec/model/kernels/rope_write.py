@@ -54,8 +54,9 @@ def reference(
 ) -> Tensor:  # fmt: skip
     """As ``rope_write``, in operations of torch."""
     heads = queries_keys.shape[1] - values_RKD.shape[1]
-    for part, norm in zip(queries_keys.tensor_split([heads], 1), norms or (), strict=False):
-        add_rms_norm.reference(part, *norm, out_RX=part)
+    if norms is not None:
+        for part, norm in zip(queries_keys.tensor_split([heads], 1), norms, strict=True):
+            add_rms_norm.reference(part, *norm, out_RX=part)
     rotated = rotate(queries_keys, *cos_sin)
     pool.write(layer, slots, rotated[:, heads:], values_RKD)
     return rotated[:, :heads]
