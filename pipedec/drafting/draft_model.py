@@ -110,10 +110,18 @@ class DraftModel:
         """
         if not self._can_go_ahead:
             return self._computed(requested, prompts)
-        ahead = [self._lanes[entry.number].take_ahead(entry) if entry.number in self._lanes else None for entry in requested]
-        left = [entry for entry, found in zip(requested, ahead, strict=True) if found is None]
-        computed = iter(self._computed(left, prompts) if left or prompts else ())
-        return [next(computed) if found is None else found for found in ahead]
+        ahead = [self._has_ahead(entry) for entry in requested]
+        left = [entry for entry, is_ahead in zip(requested, ahead, strict=True) if not is_ahead]
+        computed = iter(self._computed(left, prompts) if left or prompts else ())  # may raise, and so comes first
+        return [
+            self._lanes[entry.number].take_ahead(entry) if is_ahead else next(computed)
+            for entry, is_ahead in zip(requested, ahead, strict=True)
+        ]
+
+    def _has_ahead(self, entry: DraftRows) -> bool:
+        """Whether its rows were drafted ahead."""
+        lane = self._lanes.get(entry.number)
+        return lane is not None and lane.has_ahead(entry)
 
     def num_forwards(self, requested: Sequence[DraftRows]) -> int:
         """See ``Drafter``. On a device that is not the host, later forwards are computed with the first, so that the host waits
@@ -122,9 +130,10 @@ class DraftModel:
         """
         if not self._can_go_ahead:
             return 1
-        lanes = [self._lanes.get(entry.number) for entry in requested]
-        if all(lane is not None and lane.has_ahead(entry) for lane, entry in zip(lanes, requested, strict=True)):
+        requested = [entry for entry in requested if not self._has_ahead(entry)]
+        if not requested:
             return 0
+        lanes = [self._lanes.get(entry.number) for entry in requested]
         growths = [entry.growth for entry in requested if entry.growth is not None]
         if len(growths) < len(requested) or not all(lane is not None and lane.can_go_ahead for lane in lanes):
             return 1

@@ -172,10 +172,10 @@ class RowsAhead:
         found = [places.get(key, -1) for key in zip(parents, tree.tokens_of(requested.rows), strict=True)]
         return None if -1 in found else found
 
-    def take(self, requested: DraftRows) -> tuple[dict[int, int], Candidates] | None:
-        """The tree slots of rows, and their candidates; None without ``places_of`` them."""
-        if (found := self.places_of(requested)) is None:
-            return None
+    def take(self, requested: DraftRows) -> tuple[dict[int, int], Candidates]:
+        """The tree slots of rows that have ``places_of`` them, and their candidates."""
+        found = self.places_of(requested)
+        assert found is not None
         forward = self._forwards.popleft()
         self._nodes |= {row: forward.node + place for row, place in zip(requested.rows, found, strict=True)}
         slots = {row: forward.slot + place for row, place in zip(requested.rows, found, strict=True)}

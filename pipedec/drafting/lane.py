@@ -185,21 +185,19 @@ class DraftLane:
         """Finish forwards that were computed ahead: ``rows`` are those of their nodes."""
         self._ahead = RowsAhead(rows, forwards)
 
-    def take_ahead(self, requested: DraftRows) -> Candidates | None:
-        """The candidates of rows that were drafted ahead and now join the tree slots. None if these must be computed."""
-        if (taken := self._ahead.take(requested)) is None:
-            return None
-        slots, candidates = taken
+    def take_ahead(self, requested: DraftRows) -> Candidates:
+        """The candidates of rows that were drafted ahead and now join the tree slots."""
+        slots, candidates = self._ahead.take(requested)
         self._slots |= {(requested.thread, row): slot for row, slot in slots.items()}
         return candidates
 
     def _forget_ahead(self) -> None:
         """Drop rows that were drafted ahead and not asked for."""
         self._ahead = RowsAhead((), ())
-        if len(self._slots) < self.cache.tree_length:
-            kept = sorted(self._slots.items(), key=itemgetter(1))
+        kept = sorted(self._slots.items(), key=itemgetter(1))
+        if len(kept) < self.cache.tree_length:
             self.cache.commit(_tensor([]), _tensor([slot for _, slot in kept]))
-            self._slots = {row: slot for slot, (row, _) in enumerate(kept)}
+        self._slots = {row: slot for slot, (row, _) in enumerate(kept)}
 
     def _join(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the answer to the past."""

@@ -198,7 +198,7 @@ class TableAttention:
         """See ``RowAttention``."""
         shape, pool, (keys_KSD, values_KSD) = self._layers[layer], self._pool, self._pool.keys_values(layer)
         places = self._tables, self._positions_R
-        if has_kernels(q_RHD.device) and q_RHD.dtype != torch.float64:  # the kernel's sums are of 32 bits
+        if has_kernels(q_RHD.device, q_RHD.dtype):
             return paged_attention(q_RHD, keys_KSD, values_KSD, *places, shape, pool.block, pool.prompt_slots, sinks_H)
         if shape.reach not in self._visible:
             num_slots = keys_KSD.shape[1]

@@ -112,12 +112,6 @@ class KVPool:
         for plane in self.planes:
             plane.narrow(3, 0, slots).zero_()
 
-    def gathered(self, layer: int, slots_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer in some slots, [B, K, N, D] each."""
-        parts = [part.index_select(2, slots_BN.flatten()).unflatten(2, slots_BN.shape) for part in self._layers[layer]]
-        keys, values = (one.transpose(0, 1) for part in parts for one in part.unbind(0))
-        return keys, values
-
     def reader(self, ranges: Sequence[range]) -> Reader:
         """A function that reads one or more ranges of slots in a layer: keys_KSD, values_KSD. A single range is not copied."""
         if len(ranges) == 1:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pipedec.config.environment import captures_graphs
-from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_NUMBERS, CAPTURED_ROWS
 from pipedec.model.attention import LayersShape, Rows, TableAttention
 from pipedec.model.cache import KVPool
@@ -30,6 +29,10 @@ Capture = Callable[[Run], Run]  # takes a function that reads and writes tensors
 NewCapture = Callable[[torch.device], Capture | None]  # how forwards on a device are captured; None: not at all
 Places = tuple[Tensor, Tensor]  # positions and lengths (see ``Rows``)
 Layers = Callable[[Tensor, Rows], Tensor]
+
+
+class CaptureError(Exception):
+    """A forward cannot be captured."""
 
 
 def bucket_of(lanes: Sequence[LaneRows]) -> int | None:
@@ -81,7 +84,7 @@ class CapturedGraphs:
             places: of the rows.
 
         Raises:
-            UserError: the graph cannot be captured.
+            CaptureError: the graph cannot be captured.
         """
         self._buffers = self._buffers or _Buffers.like(inputs, self._shape, self.pool)
         tensors, replay = self._graphs.get(bucket) or (self._buffers.of_rows(bucket, self._shape, self.pool), None)
@@ -108,7 +111,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, run: Run) -> Run:
-        """Raises UserError if CUDA refuses."""
+        """Raises CaptureError if CUDA or a kernel refuses."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device):
@@ -120,9 +123,11 @@ class CudaCapture:
                 current.wait_stream(self._stream)
                 with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode="thread_local"):
                     run()
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # Triton's have no class of their own
             reason = str(error).partition("\n")[0]
-            raise UserError(f"the layers cannot be captured as a CUDA graph ({reason}): set PIPEDEC_GRAPHS=off") from error
+            raise CaptureError(f"the layers cannot be captured as a CUDA graph ({reason})") from error
         return graph.replay
 
 

@@ -83,7 +83,9 @@ class ModuleLayers(StageLayers):
     @property
     def can_capture(self) -> bool:
         """Unless frequencies depend on lengths, or kernels cannot multiply for all experts at once."""
-        can_group = not has_kernels(self.storage.device) or all(experts.can_group for experts in self._expert_parts)
+        can_group = not has_kernels(self.storage.device, self.storage.dtype) or all(
+            experts.can_group for experts in self._expert_parts
+        )
         return "dynamic" not in map(rope_type, self.config.ropes) and can_group
 
     def forward(self, inputs: Tensor, rows: Rows) -> Tensor:
@@ -231,7 +233,7 @@ class ModuleLayers(StageLayers):
         def matrix(blocks: Sequence[tuple[Format, int]]) -> Matrix:
             return self.storage.matrix([format for format, _ in blocks], [outputs for _, outputs in blocks], shape[-1])
 
-        if has_kernels(self.storage.device):
+        if has_kernels(self.storage.device, self.storage.dtype):
             return ExpertMatrices.of(matrix([block for of_expert in parts for block in of_expert]), len(parts), is_transposed)
         return ExpertMatrices([matrix(of_expert) for of_expert in parts], is_transposed)
 

@@ -56,20 +56,9 @@ class LaneRows:
             raise ValueError(f"the mask is {list(visibility.seen.shape)}, but the step is {[rows, slots]}")
 
     @property
-    def num_shared(self) -> int:
-        """Number of leading slots that all rows of a tree attend to."""
-        assert self.visibility is not None
-        return self.visibility.shared
-
-    @property
     def num_prompt_slots(self) -> int:
         """Q if there are mask rows, which alone attend to the learned prompt; else 0."""
         return len(self.cache.prompt) if self.num_masks else 0
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots that any of the rows attends to."""
-        return self.num_prompt_slots + self.cache.length + self.num_rows
 
     def slots(self) -> list[range]:
         """The pool's slots that any of the rows attends to, run by run: learned prompt, past and tree, then the rows' own. Raises

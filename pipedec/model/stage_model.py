@@ -21,7 +21,7 @@ from pipedec.families import DecoderConfig, ModelConfig, StateCounts, Transforme
 from pipedec.model.attention import LaneAttention, RowAttention, Rows, TableAttention
 from pipedec.model.bita import BitaWeights
 from pipedec.model.cache import KVPool
-from pipedec.model.captured_graphs import Capture, CapturedGraphs
+from pipedec.model.captured_graphs import Capture, CapturedGraphs, CaptureError
 from pipedec.model.decoder_layers import DecoderLayers
 from pipedec.model.flash_lanes import FlashLaneAttention, flash_kernel
 from pipedec.model.formats import Widens, as_stored
@@ -150,9 +150,14 @@ class StageModel:
                 self._graphs = CapturedGraphs(shape, pool, self.capture)
             self._graphs.turn = self.capture_turn
             bucket = self._graphs.bucket_of(lanes)
+        hidden_RE = None
         if self._graphs is not None and bucket is not None:
-            hidden_RE = self._graphs.forward(bucket, self.stack.forward, inputs, (positions, lengths), lanes)
-        else:
+            try:
+                hidden_RE = self._graphs.forward(bucket, self.stack.forward, inputs, (positions, lengths), lanes)
+            except CaptureError as error:
+                logger.warning("%s: forwards are launched kernel by kernel from now on", error)
+                self.capture = self._graphs = None
+        if hidden_RE is None:
             attention, recurrence = self._attention(lanes, positions)
             hidden_RE = self.stack.forward(inputs, Rows(positions, lengths, slots_of(lanes), pool, attention, recurrence))
         for lane in lanes:

@@ -104,11 +104,6 @@ class StatePool:
         return self.counts.states + self.counts.snapshots
 
     @property
-    def spare_rows(self) -> tuple[int, int]:
-        """Stashes that no row has, for padding: one to read, which is never written, and one to write."""
-        return self.counts.rows, self.counts.rows + 1
-
-    @property
     def free(self) -> tuple[int, int]:
         """Numbers of states and of stashes that no request has."""
         return len(self._free_states), len(self._free_rows)

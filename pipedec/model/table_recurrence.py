@@ -28,7 +28,9 @@ class TableRecurrence:
     def convolve(self, layer: int, inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None = None) -> Tensor:
         """See ``Recurrence``."""
         memory = self._pool.layer(layer)
-        compute = short_convolution.short_convolution if has_kernels(inputs_RC.device) else short_convolution.reference
+        compute = (
+            short_convolution.short_convolution if has_kernels(inputs_RC.device, inputs_RC.dtype) else short_convolution.reference
+        )
         out_RC = compute(inputs_RC, weight_CW, bias_C, self._tables, memory)
         for chunk in self._chunks:
             out_RC[chunk.rows] = chunk.convolve(memory, inputs_RC[chunk.rows], weight_CW, bias_C)
@@ -37,7 +39,7 @@ class TableRecurrence:
     def mix(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
         """See ``Recurrence``."""
         memory = self._pool.layer(layer)
-        compute = delta_rule.gated_delta_rule if has_kernels(values.device) else delta_rule.reference
+        compute = delta_rule.gated_delta_rule if has_kernels(values.device, values.dtype) else delta_rule.reference
         out_RHV = compute(queries, keys, values, decays, rates, self._tables, memory)
         for chunk in self._chunks:
             own, dtype = chunk.rows, memory.states.dtype

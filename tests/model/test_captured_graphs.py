@@ -25,7 +25,7 @@ from pipedec.core.errors import UserError
 from pipedec.core.limits import CAPTURED_ROWS
 from pipedec.families import model_config
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
-from pipedec.model.captured_graphs import bucket_of
+from pipedec.model.captured_graphs import CaptureError, Run, bucket_of
 from pipedec.model.kernels import language
 from pipedec.model.row_tables import MOST_REQUESTS
 from pipedec.tree import Visibility
@@ -281,6 +281,20 @@ def test_a_cpu_captures_nothing_and_the_switch_takes_two_values(monkeypatch: pyt
     monkeypatch.setenv("PIPEDEC_GRAPHS", "no")
     with pytest.raises(UserError, match=r"^PIPEDEC_GRAPHS must be on or off, not 'no'$"):
         captures_graphs()
+
+
+def test_a_stage_that_cannot_be_captured_computes_without_graphs(directory: Path) -> None:
+    def refuse(run: Run) -> Run:
+        raise CaptureError("the layers cannot be captured (a test)")
+
+    stage, plain = (load(directory, "llama", FIRST) for _ in range(2))
+    stage.capture = refuse
+    caches = [new_cache(one.make_pool(512)) for one in (stage, plain)]
+    for rows in (3, 2):
+        inputs = inputs_of(stage, rows)
+        found, expected = (one.forward(inputs, [chunk(cache, rows)]) for one, cache in zip((stage, plain), caches, strict=True))
+        assert torch.equal(found, expected)
+    assert stage.capture is None
 
 
 def test_users_read_how_attention_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,12 +236,10 @@ def test_layers_may_cache_other_shapes() -> None:
     for layer, pair in enumerate(rows):
         several = pool.reader([range(8, 12), range(0, 1)])(layer)
         one = pool.reader([range(9, 11)])(layer)
-        gathered = pool.gathered(layer, torch.tensor([[0, 8], [4, 11]]))
         pages = pool.pages(layer)
         for part, own in enumerate(pair):
             own_KRD = own.transpose(0, 1)
             assert torch.equal(several[part], own_KRD)
             assert torch.equal(one[part], own_KRD[:, 1:3])
-            assert torch.equal(gathered[part], torch.stack((own_KRD[:, [4, 0]], own_KRD[:, [1, 3]])))
             assert torch.equal(pages[part][2], own[:4])
             assert torch.equal(pool.keys_values(layer)[part][:, 4], own_KRD[:, 1])

@@ -67,7 +67,7 @@ class QuantizedMatrix(Matrix):
         return slice(first // step, -(-last // step))
 
     def linear(self, rows_RK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        if has_kernels(rows_RK.device):
+        if has_kernels(rows_RK.device, rows_RK.dtype):
             self._stored = self._stored or self.stored()
             return matmul(rows_RK, self._stored, bias_N)
         if self._kernel is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from typing import Any
 
 import torch
@@ -21,16 +22,19 @@ tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
 
 
 def jit(kernel: Any) -> Any:
-    """``triton.jit``; without Triton the function as it is."""
-    return importlib.import_module("triton").jit(kernel) if HAS_TRITON else kernel
+    """``triton.jit``; without Triton the function as it is. No kernel is compiled anew for another number of rows."""
+    if not HAS_TRITON:
+        return kernel
+    varying = [name for name in inspect.signature(kernel).parameters if name == "num_rows"]
+    return importlib.import_module("triton").jit(kernel, do_not_specialize=varying)
 
 
 devices = {"cuda"} if HAS_TRITON else set[str]()  # types of devices on which kernels compute; elsewhere torch does
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Whether kernels are launched for tensors of a device."""
-    return device.type in devices
+def has_kernels(device: torch.device, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether kernels are launched for tensors of a device. Those with sums or products say of which type these are."""
+    return device.type in devices and dtype != torch.float64  # sums are of 32 bits
 
 
 def launch(

@@ -256,7 +256,7 @@ def _attend(
     places, width = (rows * heads + of_head) * SPLITS + split, tl.arange(0, VALUE_WIDTH)
     tl.store(tops + places, top, mask=rows_ok)
     tl.store(totals + places, total, mask=rows_ok)
-    mask = (rows_ok & (total > 0))[:, None] & (width < VALUE)[None, :]
+    mask = (rows_ok & (total != 0))[:, None] & (width < VALUE)[None, :]
     tl.store(partial + places[:, None] * VALUE + width[None, :], out, mask=mask)
 
 
@@ -281,7 +281,7 @@ def _merge(
     whole = tl.sum(shares * total, 0)
     if SINKS:
         whole += tl.exp(sink - highest)
-    mask = (total > 0)[:, None] & (width < VALUE)[None, :]
+    mask = (total != 0)[:, None] & (width < VALUE)[None, :]
     found = tl.load(partial + places[:, None] * VALUE + width[None, :], mask=mask, other=0.0)
-    found = tl.sum(found * shares[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    found = tl.sum(found * shares[:, None], 0) / tl.where(whole != 0, whole, 1.0)
     tl.store(out + (row * heads + head) * VALUE + width, found.to(out.dtype.element_ty), mask=width < VALUE)
