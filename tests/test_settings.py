@@ -101,6 +101,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(["float32", "bfloat16"]),
     "quantize": st.just("int4"),
     "draft_dtype": st.just("float16"), "draft_quantize": st.just("int8"), "dequantize": st.just("never"),
+    "kernels": st.just("torch"),
     "transport": st.sampled_from(["gloo", "nccl"]),
     "wire_dtype": st.just("int8"),
     "priors": st.booleans(), "dispatch": st.sampled_from(["windows", "tasks"]), "max_restarts": st.integers(0, 99),

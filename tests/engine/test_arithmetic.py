@@ -123,7 +123,7 @@ def test_a_cluster_file_says_how_many_rows_enter_at_a_timestep(pair: Pair) -> No
     config = clustered(SERVERS, {"two": PARTITION}, target=str(pair.target), draft=str(pair.draft), dtype="bfloat16")
     made, planned = resolve_partition(config), plan(config)
     assert made.knee == planned.room == 256
-    assert replace(made, emulation=Emulation.of_plan(planned)).knee == planned.knee == 295
+    assert replace(made, emulation=Emulation.of_plan(planned)).knee == planned.knee == 347
     assert resolve_partition(config.for_partition(given={"device": "cpu"})).knee == KNEE_ROWS
     on_cpu = replace(config.partitions["two"], devices=(DeviceConfig("here", "cpu", 2),))
     assert resolve_partition(replace(config, partitions={"two": on_cpu})).knee == KNEE_ROWS

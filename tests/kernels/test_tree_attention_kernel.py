@@ -114,7 +114,7 @@ class Case:
         with interpreted():
             out = paged_attention(*places, shape, BLOCK, pool.prompt_slots, self.sinks)
         visible = visible_slots(tables, padded_positions, shape.reach, BLOCK, pool.keys_values(0)[0].shape[1], pool.prompt_slots)
-        torch.testing.assert_close(reference(padded, *pool.keys_values(0), visible, shape, self.sinks), out, atol=1e-6, rtol=0)
+        torch.testing.assert_close(reference(padded, *pool.keys_values(0), visible, shape, self.sinks), out, atol=2e-6, rtol=0)
         assert not out[len(queries) :].any(), "padding"
         return out[: len(queries)]
 
@@ -127,13 +127,13 @@ class Case:
 def test_all_requests_at_once_equal_one_after_the_other(name: str) -> None:
     case = Case(LAYERS[name], REQUESTS, name in WITH_SINKS)
     found = case.by_kernel(case.lanes, case.queries, case.positions, len(case.queries))
-    torch.testing.assert_close(found, case.by_lanes(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, case.by_lanes(), atol=2e-6, rtol=0)
 
 
 def test_mask_rows_alone_see_the_learned_prompt() -> None:
     case = Case(LayerShape(4, 2, 16, 16), WITH_MASKS)
     found = case.by_kernel(case.lanes, case.queries, case.positions, 16)
-    torch.testing.assert_close(found, case.by_lanes(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, case.by_lanes(), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt-oss-20b"])

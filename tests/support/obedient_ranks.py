@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
@@ -75,7 +76,8 @@ def endless_file(folder: Path, pid: int) -> Path:
 def obey_slowly(folder: Path) -> None:
     """As ``obey``, but the first forward takes long, as where it loads what it needs.
 
-    As if there were a GPU, forwards are captured; one takes long when there is a file ``wanted``, which is then ``captured``.
+    As if there were a GPU, forwards are captured, few of them before requests arrive; one takes long when there is a file
+    ``wanted``, which is then ``captured``.
     """
     forward, pids = StageModel.forward, set[int]()  # processes may be forked from this one
 
@@ -95,6 +97,7 @@ def obey_slowly(folder: Path) -> None:
 
     StageModel.forward = slow_at_first  # type: ignore[method-assign]
     setattr(rank_module, "device_capture", lambda device: capture)  # noqa: B010
+    setattr(import_module("pipedec.model.warm_up"), "usual_rows", lambda rows: [rows])  # noqa: B010
     obey(folder)
 
 
