@@ -49,7 +49,9 @@ class Operations(TorchDispatchMode):
 
 def captured(directory: Path, layers: range) -> tuple[list[str], list[str]]:
     """The kernels of our own, and torch's operations, in the graph of a forward through these layers."""
-    stage = StageModel.load(directory, layers, torch.bfloat16, "cpu", model_config(directory))
+    with kernels.recorded():  # layers choose kernels when they are made
+        stage = StageModel.load(directory, layers, torch.bfloat16, "cpu", model_config(directory))
+    stage.uses_tables = False
     found: list[tuple[list[str], list[str]]] = []
 
     def capture(run: Run) -> Run:

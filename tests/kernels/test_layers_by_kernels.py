@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.captures import Repeated
@@ -28,15 +30,24 @@ def test_the_last_layers_by_kernels_are_those_by_torch(tmp_path, name):
     """Three requests whose slots are scattered, and which attend one by one."""
     family, changes = MODELS[name]
     save_tiny(family, tmp_path, **changes)
-    compare(*(StageModel.load(tmp_path, range(2, 4), torch.float32, "cpu", model_config(tmp_path)) for _ in range(2)), 6)
+    compare(*both(tmp_path, range(2, 4)), 6)
 
 
 def test_a_captured_layer_by_kernels_is_that_by_torch(tmp_path):
     """With the kernel of attention, which the interpreter takes seconds for."""
     save_tiny("qwen3", tmp_path, head_dim=12)
-    plain, fused = (StageModel.load(tmp_path, range(3, 4), torch.float32, "cpu", model_config(tmp_path)) for _ in range(2))
+    plain, fused = both(tmp_path, range(3, 4))
     fused.capture = Repeated()
     compare(plain, fused, 2)
+
+
+def both(directory: Path, layers: range) -> tuple[StageModel, StageModel]:
+    """Stages that compute with torch, and with kernels, which layers choose when they are made."""
+    plain = StageModel.load(directory, layers, torch.float32, "cpu", model_config(directory))
+    with kernels.interpreted():
+        fused = StageModel.load(directory, layers, torch.float32, "cpu", model_config(directory))
+    fused.uses_tables = False
+    return plain, fused
 
 
 def compare(plain: StageModel, fused: StageModel, num_steps: int) -> None:
