@@ -239,8 +239,9 @@ class Rank:
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
         weights, why = weights_on(self._spec, self._place.rank, self._device)
         dequantize = self._spec.settings.numbers.dequantize
-        why_kernels = choose_kernels(self._spec.settings.numbers.kernels, self._device)
-        attention = Choice(*described_attention(DTYPES[weights.dtype], self._device, why_kernels))
+        dtype = DTYPES[weights.dtype]
+        why_kernels = choose_kernels(self._spec.settings.numbers.kernels, self._device, dtype)
+        attention = Choice(*described_attention(dtype, self._device, why_kernels))
         config = self._spec.config_of(self._place.rank)
         remarks: tuple[str, ...] = () if config is None else config.formats.notes
         if abs(offset := self._clock_offset_us) >= _LARGE_OFFSET_US:

@@ -45,7 +45,8 @@ class Drafter(Protocol):
     def expand(self, requested: Sequence[DraftRows], prompts: Mapping[int, Sequence[int]]) -> list[Candidates]:
         """Run one forward over rows of any requests, and over the next chunks of the prompts of others. Returns the candidates of
         each entry of ``requested``, without tokens if there is no memory for its rows. Entries of one request are adjacent, at
-        most one for each thread.
+        most one for each thread. Rows whose ``growth`` says what will be asked for next may be followed by forwards over that,
+        which later calls do not compute again.
         """
 
     def num_forwards(self, requested: Sequence[DraftRows]) -> int:

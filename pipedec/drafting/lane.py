@@ -157,17 +157,17 @@ class DraftLane:
 
     def follow_tree(self, thread: int, changes: RowChanges) -> None:
         """Commit and prune cache entries in the same way as the thread's tree."""
-        self._forget_ahead()
+        self._ahead = RowsAhead((), ())
         kept_rows = {row: number for number, row in enumerate(changes.kept)}
         committed = [self._slots.get((thread, row)) for row in changes.committed]
         drafted = [slot for slot in committed if slot is not None]
         chain = [token for slot, token in zip(committed, changes.committed_ids, strict=True) if slot is None]
-        kept = [(row, slot) for row, slot in self._slots.items() if row[0] != thread or row[1] in kept_rows]
+        kept = [(row, slot) for row, slot in self._in_slots() if row[0] != thread or row[1] in kept_rows]
         if self._labels is not None:
             own = {slot for row, slot in self._slots.items() if row[0] == thread}
             dropped = sorted(own - {slot for _, slot in kept})
             self._labels.commit(thread, _tensor(drafted), _tensor(dropped))
-        if self._slots:
+        if self.cache.tree_length:
             self._join(changes.committed_ids[: len(drafted)])
             self.cache.commit(_tensor(drafted), _tensor([slot for _, slot in kept]))
         rows = ((thread, kept_rows[row]) if of_thread == thread else (of_thread, row) for (of_thread, row), _ in kept)
@@ -194,10 +194,14 @@ class DraftLane:
     def _forget_ahead(self) -> None:
         """Drop rows that were drafted ahead and not asked for."""
         self._ahead = RowsAhead((), ())
-        kept = sorted(self._slots.items(), key=itemgetter(1))
+        kept = self._in_slots()
         if len(kept) < self.cache.tree_length:
             self.cache.commit(_tensor([]), _tensor([slot for _, slot in kept]))
         self._slots = {row: slot for slot, (row, _) in enumerate(kept)}
+
+    def _in_slots(self) -> list[tuple[Row, int]]:
+        """The rows of trees by their slots. Those that were drafted ahead and not asked for have the other slots."""
+        return sorted(self._slots.items(), key=itemgetter(1))
 
     def _join(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the answer to the past."""

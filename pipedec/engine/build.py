@@ -211,7 +211,7 @@ def load_stage(
     config = model_config(spec.target, spec.settings.models.model_impl)
     layers, dtype = range(*spec.layers[rank - 1]), DTYPES[spec.dtype]
     numbers = spec.settings.numbers
-    choose_kernels(numbers.kernels, device)
+    choose_kernels(numbers.kernels, device, dtype)
     widens, _ = widened_weights(config, spec.dtype, device, numbers.dequantize)
     model = StageModel.load(spec.target, layers, dtype, device, config, progress, numbers.quantize, widens)
     model.capture = capture(device)
@@ -231,9 +231,10 @@ def load_drafter(
     config = model_config(spec.draft)
     layers = range(config.num_hidden_layers)
     weights, _ = weights_on(spec, 0, device)
-    choose_kernels(spec.settings.numbers.kernels, device)
+    dtype = DTYPES[weights.dtype]
+    choose_kernels(spec.settings.numbers.kernels, device, dtype)
     widens, _ = widened_weights(config, weights.dtype, device, spec.settings.numbers.dequantize)
-    model = StageModel.load(spec.draft, layers, DTYPES[weights.dtype], device, config, progress, weights.quantize, widens)
+    model = StageModel.load(spec.draft, layers, dtype, device, config, progress, weights.quantize, widens)
     model.capture = capture(device)
     vocabulary = DraftVocabulary.between(spec.draft, config.vocab_size, model_config(spec.target).vocab_size, device)
     return DraftModel(model, kv_slots(spec), spec.kv_block, spec.shares_prefixes, vocabulary, draft_state_counts(spec))

@@ -98,14 +98,16 @@ class AttentionPlan:
             num_prompt_slots: for mask rows (BiTA): length Q of the learned prompt in front of the keys, which has no positions
                 and is in every reach.
         """
-        shared, device = visibility.shared, positions_R.device
+        seen, shared, device = visibility.seen, visibility.shared, positions_R.device
+        # A single row that sees all needs no bias, as in plain decoding. A GPU is not asked: it would have to be waited for.
+        sees_all = seen.shape[0] == 1 and seen.device == HOST and bool(seen.all())
+        visibility = visibility.to(device)
         biases: dict[Mask, Tensor | None] = {}
         for reach, group in masks:
-            seen = visibility.seen
-            # A single row that sees all needs no bias, as in plain decoding. A GPU is not asked: it would have to be waited for.
-            if reach is None and seen.shape[0] == 1 and seen.device == HOST and bool(seen.all()):
+            if reach is None and sees_all:
                 biases[reach, group] = None
                 continue
+            seen = visibility.seen
             bias = torch.zeros(seen.shape[0], group, num_prompt_slots + shared + seen.shape[1], dtype=dtype, device=device)
             if reach is not None:
                 near_RS = in_reach(visibility, positions_R, reach)
@@ -167,9 +169,7 @@ class AttentionPart:
         if lane.visibility is None:
             plan = AttentionPlan.for_prefill(cache.past_length, tokens, shape.masks, shape.dtype, positions_R.device)
         else:
-            plan = AttentionPlan.for_tree(
-                lane.visibility_of_tokens().to(positions_R.device), positions_R[:tokens], shape.masks, shape.dtype
-            )
+            plan = AttentionPlan.for_tree(lane.visibility_of_tokens(), positions_R[:tokens], shape.masks, shape.dtype)
         slots = cache.ranges(0, cache.length + tokens)
         return cls(slice(first, first + tokens), plan, slots, cache.pool.reader(slots))
 
@@ -177,8 +177,7 @@ class AttentionPart:
     def of_masks(cls, lane: LaneRows, first: int, shape: LayersShape) -> AttentionPart:
         """The mask rows of a lane whose rows begin at ``first``."""
         positions_R, prompt = lane.positions[lane.num_tokens :], len(lane.cache.prompt)
-        visibility = lane.visibility_of_masks().to(positions_R.device)
-        plan = AttentionPlan.for_tree(visibility, positions_R, shape.masks, shape.dtype, prompt)
+        plan = AttentionPlan.for_tree(lane.visibility_of_masks(), positions_R, shape.masks, shape.dtype, prompt)
         rows, slots = slice(first + lane.num_tokens, first + lane.num_rows), lane.slots()
         return cls(rows, plan, slots, lane.cache.pool.reader(slots))
 

@@ -9,6 +9,7 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -82,7 +83,6 @@ class Experts:
         self._products, self.matrices = products, dict(matrices)
         self._up = next(name for name in UP if name in self.matrices)
         self.num_read: int | Tensor = 0
-        self._stored: dict[str, Weights] | None = None
 
     def __call__(
         self, module: Any, hidden_RE: Tensor, expert_ids_RK: Tensor, weights_RK: Tensor, num_rows: Tensor | None = None
@@ -129,10 +129,13 @@ class Experts:
     @property
     def can_group(self) -> bool:
         """Whether one launch can multiply for all experts, once the weights are in place."""
-        if self._stored is None:
-            found = {name: matrices.stored() for name, matrices in self.matrices.items()}
-            self._stored = {name: weights for name, weights in found.items() if weights is not None}
         return len(self._stored) == len(self.matrices)
+
+    @cached_property
+    def _stored(self) -> dict[str, Weights]:
+        """The matrices that kernels can read, as they lie in memory."""
+        found = {name: matrices.stored() for name, matrices in self.matrices.items()}
+        return {name: weights for name, weights in found.items() if weights is not None}
 
     def _multiply(self, expert_ids_P: Tensor, is_captured: bool) -> Multiply:
         """For pairs in the order of experts; ``num_experts`` for pairs of padding, of which there are none unless captured."""
@@ -170,8 +173,7 @@ class Experts:
         self.num_read = (counts_X > 0).sum()
         tile_rows = rows_of_tile(len(expert_ids_P), self.num_experts)
         tiles_T3 = tiles_of(counts_X, len(expert_ids_P), tile_rows)
-        stored = self._stored or {}
-        return lambda name, rows: grouped_matmul(rows, stored[name], tiles_T3, tile_rows)
+        return lambda name, rows: grouped_matmul(rows, self._stored[name], tiles_T3, tile_rows)
 
 
 def counts_of(expert_ids_P: Tensor, experts: int) -> Tensor:

@@ -11,7 +11,6 @@ rows, and the stashes of the rows in flight of their requests; without such laye
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ TILE_FIELDS = 3  # request (-1: none), its first row in the forward, number of r
 REQUEST_FIELDS = 8  # see ``RequestEntry``
 FLIGHT_FIELDS = 6  # see ``FlightEntry``
 CAUSAL, BY_NUMBER = 0, -1
+_ALIGNED = 4  # numbers of 16 bytes
 
 
 class RequestEntry(NamedTuple):
@@ -93,7 +93,7 @@ class RowTables:
 
     def __init__(self, table: Tensor, rows: int, num_requests: int, tile_tokens: Sequence[int], has_states: bool = False) -> None:
         self.table, self.rows, self._tile_tokens, self._has_states = table, rows, tuple(tile_tokens), has_states
-        self._ends = list(accumulate(_header_sizes(rows, num_requests, tile_tokens, has_states)))
+        self._parts = _header_parts(rows, num_requests, tile_tokens, has_states)
         self.num_rows, self.requests_of_rows, self.slots, requests, self.states, flights, *tiles = self._split(table)
         self.requests, self.flights = requests.view(num_requests, REQUEST_FIELDS), flights.view(-1, FLIGHT_FIELDS)
         self.tiles = {tokens: part.view(-1, TILE_FIELDS) for tokens, part in zip(tile_tokens, tiles, strict=True)}
@@ -111,15 +111,15 @@ class RowTables:
     @staticmethod
     def header_size(rows: int, num_requests: int, tile_tokens: Sequence[int], has_states: bool = False) -> int:
         """Numbers before those whose places entries name."""
-        return sum(_header_sizes(rows, num_requests, tile_tokens, has_states))
+        return _header_parts(rows, num_requests, tile_tokens, has_states)[-1].stop
 
     @property
     def header(self) -> int:
         """Numbers before those whose places entries name."""
-        return self._ends[-1]
+        return self._parts[-1].stop
 
     def _split(self, table: Tensor) -> list[Tensor]:
-        return [table[first:end] for first, end in zip([0, *self._ends], self._ends, strict=False)]
+        return [table[part] for part in self._parts]
 
     def fill(self, lanes: Sequence[LaneRows], with_positions: bool) -> None:
         """Enter the rows of a forward. Padding rows write to the pool's spare slot.
@@ -189,7 +189,7 @@ class _Places(NamedTuple):
 
 
 class _Entries:
-    """What a table has of some lanes: entries whose places count from the beginnings of the parts after the header, and these.
+    """The contents of a table: entries, whose places count from the beginnings of the parts after the header, and those parts.
 
     Attributes:
         numbers: blocks of the pool, and stashes.
@@ -205,7 +205,7 @@ class _Entries:
         self.masks_there, self.positions_there = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
 
     def places(self, header: int) -> _Places:
-        """Of the parts after a header of so many numbers."""
+        """The places of the parts after a header of so many numbers."""
         positions = header + len(self.numbers)
         masks = positions + len(self.positions)
         return _Places(header, positions, 4 * masks, masks + -(-self._num_bytes // 4))
@@ -269,11 +269,18 @@ def _flight(lane: LaneRows, row: int, place: int, first_byte: int) -> tuple[Flig
     return FlightEntry(place, len(stashes), row, lane.num_rows, first_byte, len(stashes)), stashes, [seen_RN.reshape(-1)]
 
 
-def _header_sizes(rows: int, num_requests: int, tile_tokens: Sequence[int], has_states: bool) -> list[int]:
-    """Numbers of each part of the header. Of each request one tile may be partly filled."""
+def _header_parts(rows: int, num_requests: int, tile_tokens: Sequence[int], has_states: bool) -> list[slice]:
+    """The parts of the header, each from 16 bytes on: Triton compiles kernels anew for pointers that are aligned otherwise. Of
+    each request one tile may be partly filled.
+    """
     counts = [-(-rows // tokens) + num_requests - 1 for tokens in tile_tokens]
     recurrent = [rows, num_requests * FLIGHT_FIELDS] if has_states else [0, 0]
-    return [1, rows, rows, num_requests * REQUEST_FIELDS, *recurrent, *(count * TILE_FIELDS for count in counts)]
+    sizes = [1, rows, rows, num_requests * REQUEST_FIELDS, *recurrent, *(count * TILE_FIELDS for count in counts)]
+    begin, parts = 0, list[slice]()
+    for size in sizes:
+        parts.append(slice(begin, begin + size))
+        begin += -(-size // _ALIGNED) * _ALIGNED
+    return parts
 
 
 def entries_size(lanes: Sequence[LaneRows]) -> int:

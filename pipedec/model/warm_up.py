@@ -89,7 +89,7 @@ def warm_up(
     is_captured = model.capture is not None
     if not is_captured and model.device.type == "cpu":
         usual = replace(usual, rows=min(usual.rows, _CPU_ROWS))
-    forwards = first_forwards(usual, pool.slots, is_captured, model.num_masks)
+    forwards = first_forwards(usual, pool.slots, is_captured, model.num_masks, pool.states is not None)
     for done, forward in enumerate(forwards):
         progress(done, len(forwards))
         use(forward, forward.compute(model, pool))
@@ -97,16 +97,19 @@ def warm_up(
     model.capture_turn = turn % _TURNS, _TURNS
 
 
-def first_forwards(usual: Usual, slots: int, is_captured: bool, num_masks: int) -> list[FirstForward]:
-    """The forwards that ``warm_up`` computes in a pool of ``slots``: all buckets of one request, and a chunk without a bucket;
-    where nothing is captured, a chunk and a tree. With a BiTA (``num_masks`` > 0) also masks after a prompt.
+def first_forwards(
+    usual: Usual, slots: int, is_captured: bool, num_masks: int, is_recurrent: bool = False
+) -> list[FirstForward]:  # fmt: skip
+    """The forwards that ``warm_up`` computes in a pool of ``slots``: all buckets of one request, and a chunk without a bucket,
+    which for recurrent layers is any; where nothing is captured, a chunk and a tree. With a BiTA (``num_masks`` > 0) also masks
+    after a prompt.
     """
     context = min(usual.context, slots)
     rows = min(usual.rows, context)
     short = min(max(_PAST, rows), context)
     if is_captured:
         found = [FirstForward(count, max(count, short)) for count in reversed(usual_rows(rows))]
-        if context > CAPTURED_ROWS:
+        if context > CAPTURED_ROWS or is_recurrent:
             found.append(FirstForward(min(CHUNK, context), min(CHUNK, context), is_prompt=True))
     else:
         found = [FirstForward(rows, rows, is_prompt=True), FirstForward(rows, short)]

@@ -128,18 +128,24 @@ class ModelCosts:
 
     @cached_property
     def gpu_bytes(self) -> int:
-        """Buffers of NCCL and cuBLAS, captured graphs, and slices of quantized matrices without a kernel while they are widened:
-        those of the layers, in the graphs' memory, and those of the head."""
+        """Buffers of NCCL and cuBLAS, captured graphs, the splits of a chunk's attention, and slices of quantized matrices
+        without a kernel while they are widened: those of the layers, in the graphs' memory, and those of the head.
+        """
         widened_bytes = max(layer.widened_bytes for layer in self._layers) + self._ends(False, True).widened_bytes
-        return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + widened_bytes * WIDENED_VALUES
+        split_bytes = max(self.rows, PREFILL_ROWS) * self._split_bytes
+        return NCCL_BYTES + CUBLAS_BYTES + self.graph_bytes + split_bytes + widened_bytes * WIDENED_VALUES
 
     @cached_property
     def graph_bytes(self) -> int:
         """Memory that the graphs of a stage allocate beside its weights, once, since they share it: the activations of the
         largest forward that is captured, the splits of a layer's attention, and the table of its rows. Not measured on a GPU.
         """
-        splits = max((one.num_heads * (one.value_dim + 2) * one.num_splits for one in self.model.attention_layers), default=0)
-        return CAPTURED_ROWS * (self._row_values * self.weights.element_bytes + 4 * splits) + 4 * CAPTURED_NUMBERS
+        return CAPTURED_ROWS * (self._row_values * self.weights.element_bytes + self._split_bytes) + 4 * CAPTURED_NUMBERS
+
+    @property
+    def _split_bytes(self) -> int:
+        """One row in the splits of a layer's attention by kernels: float32."""
+        return max((4 * one.num_heads * (one.value_dim + 2) * one.num_splits for one in self.model.attention_layers), default=0)
 
     @cached_property
     def _activation_bytes(self) -> int:

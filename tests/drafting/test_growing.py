@@ -17,15 +17,18 @@ from support.counted_device import DEVICE, CountedDevice
 from support.examples import examples
 from support.tiny_pair import Pair
 
+from pipedec.core.errors import UserError
 from pipedec.core.request import MethodOptions, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
 from pipedec.core.stage_message import Load, StageMessage
 from pipedec.decoding.acceptance import Line
 from pipedec.decoding.injection import InjectionTree
 from pipedec.device import HOST
-from pipedec.drafting import DraftModel
+from pipedec.drafting import DraftModel, lane
+from pipedec.drafting.growing import RowsAhead
 from pipedec.engine.build import load_drafter, load_stage, new_scheduler
 from pipedec.engine.local import LocalPipeline
+from pipedec.grammar import Bitmask
 from pipedec.methods import BestFirstOptions, StaticTreeOptions
 from pipedec.model import KVCache, LaneRows, StageModel
 from pipedec.model.row_tables import RowTables
@@ -129,8 +132,10 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 class Both:
     """One tree, and a draft on either device; only one of them may go ahead."""
 
-    def __init__(self, models: dict[torch.device, StageModel], slots: int, chooser: random.Random) -> None:
-        self._chooser, self._tree, self.taken = chooser, InjectionTree(), 0
+    def __init__(
+        self, models: dict[torch.device, StageModel], slots: int, chooser: random.Random, by_layer: bool = False
+    ) -> None:  # fmt: skip
+        self._chooser, self._tree, self.taken, self._by_layer = chooser, InjectionTree(), 0, by_layer
         self._drafts = [DraftModel(models[HOST]), DraftModel(models[DEVICE], slots, 4)]
         for draft in self._drafts:
             draft.open_lane(0, ThreadSequence(len(PROMPT), (), 1000), PROMPT, SamplingParams())
@@ -141,7 +146,7 @@ class Both:
     def timestep(self) -> None:
         """Some forwards, as a method asks for them. It may ask for fewer rows than it has announced, or for others."""
         chooser = self._chooser
-        count, forwards, children, by_layer = chooser.randint(1, 6), chooser.randint(1, 5), chooser.randint(1, 5), False
+        count, forwards, children = chooser.randint(1, 6), chooser.randint(1, 5), chooser.randint(1, 5)
         least = chooser.choice((-torch.inf, -9.0))
         for left in range(forwards, 0, -1):
             asked = chooser.randint(1, 6) if chooser.random() < 0.1 else count
@@ -149,7 +154,7 @@ class Both:
             if not rows:
                 break
             frontier = partial(self._tree.frontier, rows, (left - 1) * count)
-            growth = Growth(left - 1, count, by_layer, lambda log_probs: log_probs / 2, frontier)
+            growth = Growth(left - 1, count, self._by_layer, lambda log_probs: log_probs / 2, frontier)
             self._tree.add(rows, self._lines(DraftRows(0, 0, self._tree, rows, children, growth)))
 
     def _lines(self, entry: DraftRows) -> list[Line]:
@@ -189,6 +194,67 @@ def test_rows_are_drafted_ahead_unless_the_method_changes_its_mind(models: dict[
         both.timestep()
         both.verdict()
     assert both.taken > 30
+
+
+def test_rows_are_taken_in_another_order_than_they_were_drafted(
+    models: dict[torch.device, StageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the device had rounded chances that are nearly equal otherwise than the host."""
+    orders = list[list[int]]()
+
+    class Noting(RowsAhead):
+        def take(self, requested: DraftRows) -> tuple[dict[int, int], Candidates]:
+            slots, candidates = super().take(requested)
+            orders.append(list(slots.values()))
+            return slots, candidates
+
+    monkeypatch.setattr(lane, "RowsAhead", Noting)
+    both = Both(models, 4096, random.Random(1), by_layer=True)
+    for _ in range(60):
+        both.timestep()
+        both.timestep()  # enters rows below those
+        both.verdict()
+    assert sum(order != sorted(order) for order in orders) >= 3
+
+
+def test_a_structure_that_cannot_be_followed_leaves_rows_ahead_to_other_requests(models: dict[torch.device, StageModel]) -> None:
+    draft = DraftModel(models[DEVICE])
+    trees = [InjectionTree() for _ in range(2)]
+    for number, tree in enumerate(trees):
+        tree.set_root_position(len(PROMPT), 0)
+        tree.plant(11)
+        draft.open_lane(number, ThreadSequence(len(PROMPT), (), 1000), PROMPT, SamplingParams())
+        draft.expand([], {number: PROMPT})
+
+    def entry(number: int, forwards: int) -> DraftRows:
+        tree = trees[number]
+        rows = tree.undrafted(2)
+        return DraftRows(
+            number, 0, tree, rows, 3, Growth(forwards, 2, False, lambda chances: chances, partial(tree.frontier, rows, 2))
+        )
+
+    first = entry(0, 1)
+    [found] = draft.expand([first], {})
+    trees[0].add(
+        first.rows,
+        [Line(ids, of_row, None, 0) for ids, of_row in zip(found.token_ids.tolist(), found.log_probs.tolist(), strict=True)],
+    )
+    ahead, other = entry(0, 0), entry(1, 0)
+    assert draft.num_forwards([ahead]) == 0
+
+    def allowed(of_lane: lane.DraftLane, requested: DraftRows) -> list[Bitmask]:
+        if requested.number == 1:
+            raise UserError("the structure cannot be followed")
+        return []
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lane.DraftLane, "allowed", allowed)
+        with pytest.raises(UserError, match="cannot be followed"):
+            draft.expand([ahead, other], {})
+    draft.close_lane(1)
+    assert draft.num_forwards([ahead]) == 0, "it is drafted still"
+    [taken] = draft.expand([ahead], {})
+    assert taken.rows.tolist() == list(ahead.rows) and taken.token_ids.shape == (len(ahead.rows), 3)
 
 
 def test_masks_and_positions_of_the_device_enter_the_table_there(models: dict[torch.device, StageModel]) -> None:

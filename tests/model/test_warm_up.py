@@ -37,6 +37,7 @@ def test_a_usual_pipeline_warms_up_with_7_buckets_and_a_long_chunk() -> None:
     assert [one.rows for one in first_forwards(Usual(23, 40), 1000, True, 0)] == [23, 16, 8, 4, 2, 1], "there are no long chunks"
     assert max(one.rows for one in first_forwards(Usual(64, 4096), 40, True, 0)) == 40, "the pool has no more"
     assert len(first_forwards(Usual(64, 4096), 100_000, is_captured=False, num_masks=3)) == 3
+    assert first_forwards(Usual(8, 40), 1000, True, 0, is_recurrent=True)[-1] == FirstForward(40, 40, is_prompt=True)
 
 
 @pytest.mark.parametrize("layers", [range(0, 2), range(2, 4)], ids=["first", "last"])

@@ -175,7 +175,7 @@ def _rule(
         return
     stashes, first_row, seen_place, stride = tl.load(entry), tl.load(entry + 2), tl.load(entry + 4), tl.load(entry + 5)
     older = tl.load(entry + 1) - rows
-    bytes = table.to(tl.pointer_type(tl.uint8)) + seen_place
+    masks = table.to(tl.pointer_type(tl.uint8)) + seen_place
     width = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     in_tile, twice = tl.arange(0, ROWS), tl.arange(0, 2 * ROWS)
     for tile in range(0, rows, ROWS):
@@ -210,7 +210,7 @@ def _rule(
             inside = numbers < older + tile
             stash = tl.load(table + stashes + numbers, mask=inside, other=0).to(tl.int64)
             is_seen = asks[:, None] & inside[None, :]
-            marks = tl.load(bytes + asking_rows[:, None] * stride + numbers[None, :], mask=is_seen, other=0)
+            marks = tl.load(masks + asking_rows[:, None] * stride + numbers[None, :], mask=is_seen, other=0)
             weights = _weights(
                 asking, asking_places, asks, sums, sum_places, marks != 0, stash, inside, head, stashed_keys, stashed_decays,
                 HEADS, KEY_HEADS, KEY, PART, STEP, PER_KEY,
@@ -220,7 +220,7 @@ def _rule(
             read += tl.dot(weights, before, input_precision="ieee")
         numbers = older + own
         own_stash = tl.load(table + stashes + numbers, mask=own_ok, other=0).to(tl.int64)
-        marks = tl.load(bytes + asking_rows[:, None] * stride + numbers[None, :], mask=asks[:, None] & own_ok[None, :], other=0)
+        marks = tl.load(masks + asking_rows[:, None] * stride + numbers[None, :], mask=asks[:, None] & own_ok[None, :], other=0)
         weights = _weights(
             asking, asking_places, asks, sums, sum_places, marks != 0, own_stash, own_ok, head, stashed_keys, stashed_decays,
             HEADS, KEY_HEADS, KEY, PART, ROWS, PER_KEY,

@@ -24,7 +24,7 @@ def float8_weights(codes_NK: Tensor, scales_SC: Tensor, block: tuple[int, int]) 
 
 
 @jit
-def power_of_two(exponent):
+def from_exponent(exponent):
     """float32 numbers with these exponents, integers that are 127 more than they stand for."""
     exponent = exponent.to(tl.int32)
     return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
@@ -46,5 +46,5 @@ def widen(
     numbers = group_numbers(first, part, K, 1, False, GROUP, GROUPS, BK)
     where = outputs[:, None] // KIND * NUM_GROUPS + numbers[None, :]
     scale = tl.load(scales + where, mask=is_output[:, None] & (numbers < NUM_GROUPS)[None, :], other=0)
-    scale = power_of_two(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
+    scale = from_exponent(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
     return wide * spread(scale, GROUPS, BK)

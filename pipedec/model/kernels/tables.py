@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipedec.model.kernels.float8 import power_of_two
+from pipedec.model.kernels.float8 import from_exponent
 from pipedec.model.kernels.language import jit, tl
 from pipedec.model.kernels.matmul import Weights, group_numbers, spread
 
@@ -61,7 +61,7 @@ def widen(
         # The bits of a float16 that is 2^14 times smaller.
         bits = ((code & 8) << 12) | ((code & 7) << 9)
         wide = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384
-        return wide * spread(power_of_two(scale), GROUPS, BK)
+        return wide * spread(from_exponent(scale), GROUPS, BK)
     else:
         wide = tl.load(table + ((found >> 4 * (1 - part)) & 15))
         if KIND > 0:

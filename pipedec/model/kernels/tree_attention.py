@@ -168,8 +168,8 @@ def _numbered(
     column = numbers - shared
     if IN_MASK:  # a scalar chooses by where it puts a bound: without masks no column is in one, with them none is causal
         in_mask = visible & (column >= tl.where(stride > 0, 0, _NO_SLOT))[None, :]
-        bytes = table.to(tl.pointer_type(tl.uint8)) + seen
-        masked = tl.load(bytes + own[:, None] * stride + column[None, :], mask=in_mask, other=1)
+        masks = table.to(tl.pointer_type(tl.uint8)) + seen
+        masked = tl.load(masks + own[:, None] * stride + column[None, :], mask=in_mask, other=1)
         visible = visible & (masked != 0) & (column[None, :] <= (own + tl.where(stride > 0, _NO_SLOT // 2, 0))[:, None])
     if REACH > 0:
         where = numbers
