@@ -162,7 +162,8 @@ def _spread_ms(time_us: dict[str, float]) -> str:
 def compare(config: ComparisonConfig, out: Out = None) -> None:
     """Time pipedec's own kernels beside torch's operations, with the share of the memory's bandwidth.
 
-    On a laptop: --model llama-3.2-1b --rows 1,4 --past 64; with TRITON_INTERPRET=1 in Triton's interpreter.
+    On a laptop: --model llama-3.2-1b --rows 1,4 --past 64. With the package triton and TRITON_INTERPRET=1 kernels compute in
+    Triton's interpreter: all but matmul within seconds (--only), with --rows 1 --repeats 1.
     """
     check_writable(out)
     with console.status("measuring") as status:
