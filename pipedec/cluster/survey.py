@@ -21,8 +21,8 @@ from pipedec.cluster.doctor.comparison import HostAnswer
 from pipedec.cluster.doctor.findings import Finding, note, problem
 from pipedec.cluster.doctor.host import HostReport, Questions
 from pipedec.cluster.doctor.links import MEASURE_SECONDS, Measured
-from pipedec.cluster.doctor.needs import GpuPair, HostNeeds, checkpoint_path, host_needs
-from pipedec.cluster.doctor.pairs import FAR_SECONDS, START_SECONDS, pair_name
+from pipedec.cluster.doctor.needs import HostNeeds, checkpoint_path, host_needs
+from pipedec.cluster.doctor.pairs import FAR_SECONDS, START_SECONDS, GpuPair
 from pipedec.cluster.network import host_of_destination
 from pipedec.cluster.node_link import News, NodeLink, end_links
 from pipedec.config import NONE, ClusterConfig
@@ -98,17 +98,15 @@ class Survey:
                 self._links[end].order("measure", rank=rank, address=address, port=port, number=self._measurements)
             news = self._collect("measured", [host, target], ANSWER_OF_LINKS_SECONDS)[host]
             links[target] = news.value if isinstance(news, Finding) else convert(news["link"], Measured)
-        pairs = {
-            pair_name(one.index, one.other_index, None if one.host == host else one.host): self._tried(host, one, places)
-            for one in needs.pairs if answer.report.gpus and one.host not in lost
-        }  # fmt: skip
+        tried = [pair for pair in needs.pairs if answer.report.gpus and pair.host not in lost]
+        pairs = {pair: self._tried(host, pair, places) for pair in tried}
         return replace(answer, links=links, pairs=pairs)
 
     def _tried(self, host: str, pair: GpuPair, places: Mapping[str, tuple[str, int]]) -> str | None:
         """Why the GPUs of two stages, the first of which is on ``host``, do not exchange messages; None if they do."""
         address, port = places.get(host, ("", 0))
         first, second = f"cuda:{pair.index}", f"cuda:{pair.other_index}"
-        ends = {host: [first, second]} if pair.host == host else {host: [first], pair.host: [second]}
+        ends = {host: [first, second]} if pair.host is None else {host: [first], pair.host: [second]}
         self._measurements += 1
         for rank, (end, devices) in enumerate(ends.items()):
             self._links[end].order("try pair", devices=devices, rank=rank, address=address, port=port, number=self._measurements)

@@ -145,7 +145,7 @@ class GrowingTree:
 
 
 def _counts(growth: Growth, undrafted: int, rows: int, choices: int) -> Iterable[int]:
-    """How many rows there are to choose for each forward: as many as the growth allows, unless choices are fewer."""
+    """The rows to choose for each forward: as many as the growth allows, unless choices are fewer."""
     left = rows * choices + (0 if growth.by_layer else undrafted)
     for _ in range(growth.forwards):
         count = min(growth.rows, left)

@@ -64,7 +64,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Speed:
-    """The constants of a device's passes, measured or assumed, and a text that says which."""
+    """The constants of a device's passes, and their source: a measurement or a data sheet."""
 
     layer_us: float
     bandwidth_share: float

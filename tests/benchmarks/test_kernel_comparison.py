@@ -15,24 +15,12 @@ from benchmarks.kernels.comparison import CASES, Case, Compared, ComparisonConfi
 from benchmarks.kernels.drafting import DraftingConfig
 from pipedec.core.errors import UserError
 from pipedec.core.limits import MAX_FORWARDS
-from pipedec.families import KNOWN_MODELS
 from pipedec.families.llama import LlamaConfig
 from pipedec.model.kernels import language
 
-TINY = LlamaConfig(
-    model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=100,
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape that fits everywhere, under the name ``tiny``."""
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
-
 
 def run(tmp_path: Path, *flags: str) -> tuple[str, list[dict[str, object]]]:
-    """What a command prints, and its rows."""
+    """The output of a command, and its rows."""
     out = tmp_path / "figures.jsonl"
     done = CliRunner().invoke(kernels, [*flags, "--device", "cpu", "--repeats", "1", "--out", str(out)])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -40,12 +28,13 @@ def run(tmp_path: Path, *flags: str) -> tuple[str, list[dict[str, object]]]:
 
 
 def test_every_kernel_has_a_case() -> None:
-    """Of those that launch one: a case's name begins with its file's."""
+    """The name of a case begins with that of the file which launches the kernel."""
     paths = Path(language.__file__).parent.glob("*.py")
     files = {path.stem for path in paths if "language.launch(" in path.read_text(encoding="utf-8")}
     assert files == {case.name.split()[0] for case in CASES}
 
 
+@pytest.mark.usefixtures("tiny")
 def test_kernels_stand_beside_torch_s_way(tmp_path: Path) -> None:
     """Computed by torch here too, or in the interpreter where the process has it."""
     text, rows = run(tmp_path, "compare", "--model", "tiny", "--rows", "1,3", "--past", "4,9")
@@ -64,6 +53,7 @@ def test_kernels_stand_beside_torch_s_way(tmp_path: Path) -> None:
     assert rows[3]["bytes"] == 4 * 2 * 8 * ((9 + 3) * 2 + 3 * 4), "keys and values, queries and results"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_only_some_kernels_are_measured_and_others_after_one_past(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = list[Size]()
 
@@ -80,7 +70,7 @@ def test_only_some_kernels_are_measured_and_others_after_one_past(monkeypatch: p
     assert [size.past for size in sizes] == [4, 4]
 
 
-def test_a_draft_s_forwards_are_counted_in_timesteps(tmp_path: Path) -> None:
+def test_a_draft_s_forwards_are_counted_in_timesteps(tmp_path: Path, tiny: LlamaConfig) -> None:
     flags = "--draft", "tiny", "--model", "tiny", "--layers", "1", "--rows", "1,3", "--past", "9"
     text, (step, *rows) = run(tmp_path, "draft", *flags, "--dtype", "float32")
     assert "per timestep" in " ".join(text.split()) and step["operation"] == "timestep" and step["rows"] == 16
@@ -88,8 +78,8 @@ def test_a_draft_s_forwards_are_counted_in_timesteps(tmp_path: Path) -> None:
     for row in rows:
         fit = int(step["time_us"]["median"] / row["time_us"]["median"])  # type: ignore[index]
         assert row["per_timestep"] == min(MAX_FORWARDS, fit)
-        cached = 2 * (9 + row["rows"]) * TINY.cache_values_per_token  # type: ignore[operator]
-        assert row["bytes"] == 4 * (2 * TINY.layer_parameters + 100 * 32 + cached), "layers, head, keys and values"
+        cached = 2 * (9 + row["rows"]) * tiny.cache_values_per_token  # type: ignore[operator]
+        assert row["bytes"] == 4 * (2 * tiny.layer_parameters + 100 * 32 + cached), "layers, head, keys and values"
 
 
 @pytest.mark.parametrize(

@@ -15,25 +15,14 @@ from benchmarks.kernels import layers
 from benchmarks.kernels.__main__ import kernels
 from benchmarks.kernels.layers import LayersConfig, Roofline, random_stage
 from pipedec.core.errors import UserError
-from pipedec.families import KNOWN_MODELS, model_config
+from pipedec.families import model_config
 from pipedec.families.llama import LlamaConfig
 from pipedec.hardware import DEVICES
 from pipedec.model import KVCache, LaneRows
 from pipedec.plan.speeds import read_speeds
 
-TINY = LlamaConfig(
-    model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    vocab_size=100,
-)  # fmt: skip
 
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A shape that fits everywhere, under the name ``tiny``."""
-    monkeypatch.setitem(KNOWN_MODELS, "tiny", TINY)
-
-
-def test_the_command_counts_steps_against_the_bound(tmp_path: Path) -> None:
+def test_the_command_counts_steps_against_the_bound(tmp_path: Path, tiny: LlamaConfig) -> None:
     out = tmp_path / "figures.jsonl"
     flags = ["--model", "tiny", "--layers", "2", "--rows", "1,3", "--past", "4,9", "--lanes", "3", "--tree-rows", "20"]
     done = CliRunner().invoke(kernels, ["layers", *flags, "--repeats", "1", "--device", "cpu", "--out", str(out)])
@@ -43,8 +32,8 @@ def test_the_command_counts_steps_against_the_bound(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     forward = {(row["past"], row["lanes"], row["rows"]): row for row in rows if row["operation"] == "forward"}
     assert list(forward) == [(4, 1, 1), (4, 1, 3), (4, 3, 3), (9, 1, 1), (9, 1, 3), (9, 3, 3)]
-    step, weights = forward[9, 1, 3], 2 * TINY.layer_parameters
-    assert step["bytes"] == 4 * (weights + 2 * (9 + 3) * TINY.cache_values_per_token)
+    step, weights = forward[9, 1, 3], 2 * tiny.layer_parameters
+    assert step["bytes"] == 4 * (weights + 2 * (9 + 3) * tiny.cache_values_per_token)
     assert step["flops"] == 2 * 3 * weights + 4 * 2 * 3 * (9 + 3) * 32
     roofline = Roofline(**step["roofline"])
     assert roofline.bytes_per_second > 0 and roofline.flops_per_second > 0 and "measured" in roofline.source
@@ -52,13 +41,13 @@ def test_the_command_counts_steps_against_the_bound(tmp_path: Path) -> None:
     assert step["share_of_bound"] == pytest.approx(step["bound_us"] / step["time_us"]["median"])
     many = forward[9, 3, 3]
     assert many["over_one_lane"] == many["time_us"]["median"] / many["one_lane_time_us"]["median"]
-    assert many["bytes"] == 4 * (weights + 3 * 2 * (9 + 1) * TINY.cache_values_per_token)
+    assert many["bytes"] == 4 * (weights + 3 * 2 * (9 + 1) * tiny.cache_values_per_token)
     assert many["flops"] == 3 * forward[9, 1, 1]["flops"]
     beside = {(row["operation"], row["verdict"]) for row in rows if row["operation"] not in ("forward", "products")}
     assert beside == {("grow", None), *((name, verdict) for name in ("prune tree", "prune cache") for verdict in ("hit", "miss"))}
 
 
-def test_what_plans_take_of_a_device_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_plans_take_of_a_device_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: LlamaConfig) -> None:
     """By the entry, the smallest step takes as long as it was measured, unless products alone were slower."""
     out, written = tmp_path / "figures.jsonl", tmp_path / "speeds.json"
     sizes = ["--layers", "2", "--rows", "3,1", "--past", "9,4", "--tree-rows", "20"]
@@ -67,7 +56,7 @@ def test_what_plans_take_of_a_device_is_written(tmp_path: Path, monkeypatch: pyt
     assert done.exit_code == 0 and "For plans, cpu: products of one row read at" in done.stderr, (done.output, done.exception)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     (products,) = (row for row in rows if row["operation"] == "products")
-    matrices = TINY.layer_parameters - 2 * 32  # without norms
+    matrices = tiny.layer_parameters - 2 * 32  # without norms
     assert products["bytes"] == 4 * 2 * matrices
     ((name, speed),) = read_speeds(written).items()
     assert {"device": name, **asdict(speed)} == products["speed"]

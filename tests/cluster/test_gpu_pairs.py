@@ -15,8 +15,8 @@ from pipedec.cluster.doctor import host as on_host
 from pipedec.cluster.doctor.comparison import HostAnswer, compare
 from pipedec.cluster.doctor.gpus import Gpu
 from pipedec.cluster.doctor.host import HostDoctor, HostReport, Questions
-from pipedec.cluster.doctor.needs import GpuPair, host_needs
-from pipedec.cluster.doctor.pairs import PairEnd, pair_findings, pair_name, try_ends, try_near
+from pipedec.cluster.doctor.needs import host_needs
+from pipedec.cluster.doctor.pairs import GpuPair, PairEnd, pair_findings, try_ends, try_near
 from pipedec.cluster.survey import Survey
 from pipedec.config import ServerConfig, paper_cluster
 from pipedec.plan.partition import plan
@@ -54,24 +54,24 @@ def test_two_hosts_try_the_pair_between_them(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_does_not_work_has_its_mend() -> None:
-    near, far, reason = pair_name(0, 1), pair_name(1, 0, "beta"), "nothing has arrived within 20 s"
-    assert (near, far) == ("GPU 0 → GPU 1", "GPU 1 → beta GPU 0") and pair_findings({}) == []
+    near, far, reason = GpuPair(0, 1), GpuPair(1, 0, "beta"), "nothing has arrived within 20 s"
+    assert (near.name, far.name) == ("GPU 0 → GPU 1", "GPU 1 → beta GPU 0") and pair_findings({}) == []
     (well,) = pair_findings({near: None, far: None})
-    assert (well.level, well.value) == ("ok", f"{near}, {far} exchange messages")
+    assert (well.level, well.value) == ("ok", "GPU 0 → GPU 1, GPU 1 → beta GPU 0 exchange messages")
     for broken, words, others in (
         (near, "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE"),
         (far, "NCCL_SOCKET_IFNAME NCCL_IB_DISABLE=1", "NCCL_P2P_DISABLE"),
     ):
         (found,) = pair_findings({near: None, far: None, broken: reason})
-        assert (found.level, found.value) == ("problem", f"{broken}: {reason}") and found.mend is not None
+        assert (found.level, found.value) == ("problem", f"{broken.name}: {reason}") and found.mend is not None
         assert all(word in found.mend for word in [*words.split(), "transport: gloo"]) and others not in found.mend
 
 
 def test_stages_that_follow_each_other_are_tried_and_one_pair_of_two_hosts() -> None:
     config = paper_cluster()
     needs = host_needs(config, plan(config, "paper-14"))
-    near = [GpuPair(index, "server-1", index + 1) for index in range(6)]
-    assert needs["server-1"].pairs == (*near, GpuPair(6, "server-2", 0)) and len(needs["server-2"].pairs) == 6
+    near = [GpuPair(index, index + 1) for index in range(6)]
+    assert needs["server-1"].pairs == (*near, GpuPair(6, 0, "server-2")) and len(needs["server-2"].pairs) == 6
     assert needs["server-4"].pairs == (), "rank 0 uses gloo"
 
 
@@ -99,7 +99,7 @@ def test_a_partition_tries_its_pairs_within_a_host_and_between_two(monkeypatch: 
     partition = {"stages": 4, "layers": [8, 8, 8, 8]}
     models = {"target": "llama-3.1-8b", "draft": "none", "dtype": "bfloat16"}
     for transport, pairs in (
-        ("auto", [{"GPU 0 → GPU 1": None, "GPU 1 → beta GPU 0": "no route"}, {"GPU 0 → GPU 1": None}]),
+        ("auto", [{GpuPair(0, 1): None, GpuPair(1, 0, "beta"): "no route"}, {GpuPair(0, 1): None}]),
         ("gloo", [{}, {}]),
     ):
         servers = [ServerConfig(host, {"rtx3090": 2}) for host in ("alpha", "beta")]

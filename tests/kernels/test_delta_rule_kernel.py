@@ -53,7 +53,7 @@ def of_layer(shape: RecurrentShape, rows: int, dtype: torch.dtype) -> list[kerne
 
 
 def launches(dtype: torch.dtype) -> list[kernels.Launch]:
-    """Of layers of real sizes."""
+    """All launches of layers of real sizes."""
     return [launch for shape in REAL.values() for launch in of_layer(shape, 16, dtype)]
 
 

@@ -52,6 +52,11 @@ def test_torch_computes_where_kernels_compute_something_else(monkeypatch: pytest
     assert not language.has_kernels(CPU)
 
 
+def test_a_product_that_is_wrong_is_seen_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_choice.matmul, "matmul", lambda rows, weights: rows[:, :64])
+    assert choose_kernels("auto", CPU, torch.float32).startswith("Triton computes something else here")
+
+
 def test_other_devices_have_no_kernels() -> None:
     language.devices.discard("cpu")
     assert choose_kernels("auto", CPU, torch.float32) == "kernels need CUDA"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import save_tiny
+from support.kv_caches import tree
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +21,10 @@ kernels = pytest.importorskip("support.kernels")
 from triton.runtime import interpreter  # noqa: E402
 
 from pipedec.families import LayerShape, model_config  # noqa: E402
-from pipedec.model import KVCache, KVPool, LaneRows, StageModel  # noqa: E402
+from pipedec.model import KVCache, KVPool, StageModel  # noqa: E402
 from pipedec.model.captured_graphs import Run  # noqa: E402
 from pipedec.model.kernels.tree_attention import paged_attention, tile_tokens  # noqa: E402
 from pipedec.model.row_tables import RowTables  # noqa: E402
-from pipedec.tree import Visibility  # noqa: E402
 
 MOST_KERNELS = 11
 FUSED = ["_norm", "_rope_write", "_attend", "_merge", "_norm", "_gate"]
@@ -64,15 +64,6 @@ def captured(directory: Path, layers: range) -> tuple[list[str], list[str]]:
     cache = KVCache(stage.make_pool(64), ((0, 64),))
     stage.forward(torch.zeros(8, stage.config.hidden_size, dtype=torch.bfloat16), [tree(cache, 8)])
     return found[0]
-
-
-def tree(cache: KVCache, rows: int) -> LaneRows:
-    """A root with ``rows`` - 1 children."""
-    seen = torch.eye(rows, dtype=torch.bool)
-    seen[:, 0] = True
-    positions = torch.full((rows,), cache.past_length + 1)
-    positions[0] -= 1
-    return LaneRows(positions, cache, Visibility(seen, cache.past_length, lambda: positions))
 
 
 @pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("llama", {"attention_bias": True}), ("qwen3", {"head_dim": 16})])

@@ -14,7 +14,7 @@ from support.bita_files import save_random_bita
 from support.captures import Compiled, Frozen, Repeated
 from support.checkpoints import HYBRID, save_tiny
 from support.examples import examples
-from support.kv_caches import read_cache
+from support.kv_caches import read_cache, tree
 from support.random_requests import Requests
 from torch import Tensor, _dynamo
 from torch._dynamo.utils import counters
@@ -27,7 +27,7 @@ from pipedec.families import model_config
 from pipedec.model import BitaWeights, KVCache, KVPool, LaneRows, StageModel, described_attention, device_capture
 from pipedec.model.captured_graphs import CaptureError, Run, bucket_of
 from pipedec.model.kernels import language
-from pipedec.model.row_tables import MOST_REQUESTS
+from pipedec.model.row_tables import MOST_REQUESTS, RowTables
 from pipedec.tree import Visibility
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -85,15 +85,6 @@ def inputs_of(stage: StageModel, rows: int, seed: int = 0) -> Tensor:
 def chunk(cache: KVCache, rows: int) -> LaneRows:
     """The next tokens of a prompt."""
     return LaneRows(torch.arange(cache.past_length, cache.past_length + rows), cache, None, cache.past_length + rows)
-
-
-def tree(cache: KVCache, rows: int) -> LaneRows:
-    """A root with ``rows`` - 1 children behind the past."""
-    seen = torch.eye(rows, dtype=torch.bool)
-    seen[:, 0] = True
-    positions = torch.full((rows,), cache.past_length + 1)
-    positions[0] -= 1
-    return LaneRows(positions, cache, Visibility(seen, cache.past_length, lambda: positions))
 
 
 @pytest.mark.in_turn(2)
@@ -239,6 +230,20 @@ def test_a_stage_with_room_for_64_rows_has_7_graphs(directory: Path) -> None:
         buckets[rows].add(bucket_of([tree(short, rows - 1), tree(long, 1)]))
     graphs = {rows: set[int | None]().union(*(buckets[count] for count in range(1, rows + 1))) for rows in (64, CAPTURED_ROWS)}
     assert graphs == {64: {1, 2, 4, 8, 16, 32, 64}, 256: {1, 2, 4, 8, 16, 32, 64, 128, 256}}
+
+
+@pytest.mark.parametrize("has_states", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 64])
+def test_parts_of_tables_are_aligned_for_any_rows(rows: int, has_states: bool) -> None:
+    """By 16 bytes, and one after the other: a kernel is compiled once."""
+    table = torch.empty(4096, dtype=torch.int32)
+    tables = RowTables(table, rows, 3, [8, 5], has_states)
+    parts = [tables.num_rows, tables.requests_of_rows, tables.slots, tables.requests]
+    parts += [*([tables.states, tables.flights] if has_states else []), *tables.tiles.values()]
+    begins = [part.data_ptr() - table.data_ptr() for part in parts]
+    assert all(begin % 16 == 0 for begin in begins) and begins == sorted(begins)
+    ends = [begin + 4 * part.numel() for begin, part in zip(begins, parts, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)) and ends[-1] == 4 * tables.header
 
 
 def test_large_forwards_are_computed_as_they_are(directory: Path) -> None:

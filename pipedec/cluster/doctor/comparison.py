@@ -13,7 +13,7 @@ from pipedec.cluster.doctor.findings import Finding, Level, note, ok, problem
 from pipedec.cluster.doctor.gpus import TORCH_INDEX, gpu_list
 from pipedec.cluster.doctor.host import DISTRIBUTE, LARGEST_OFFSET_US, NAMED, HostReport
 from pipedec.cluster.doctor.links import Measured, link_findings
-from pipedec.cluster.doctor.pairs import pair_findings
+from pipedec.cluster.doctor.pairs import GpuPair, pair_findings
 from pipedec.config import ClusterConfig, ServerConfig
 from pipedec.hardware import DEVICES
 
@@ -34,7 +34,7 @@ class HostAnswer:
     clock_offset_us: int = 0  # the host's clock minus this machine's, plus the delay of ssh
     unreachable: Mapping[str, str] = field(default_factory=dict)  # why it cannot connect to other hosts, by their names
     links: Mapping[str, Measured] | None = None  # measured, to the hosts to which its ranks send; None without ranks
-    pairs: Mapping[str, str | None] = field(default_factory=dict)  # see ``pair_findings``
+    pairs: Mapping[GpuPair, str | None] = field(default_factory=dict)  # see ``pair_findings``
 
 
 def compare(

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipedec.checkpoints import CheckpointPart, KnownTensors, LayerSpan, merged, rank_parts
+from pipedec.cluster.doctor.pairs import GpuPair
 from pipedec.config import NONE, ClusterConfig
 from pipedec.families import checkpoint_dtype, is_known, model_by_name
 from pipedec.formats import DTYPE_BYTES
@@ -30,15 +31,6 @@ class GpuNeed:
     ranks: tuple[int, ...]  # on this GPU
     least_bytes: int  # to start: weights, states, workspace, and keys and values of one request
     planned_bytes: int  # with the keys and values of the plan
-
-
-@dataclass(frozen=True)
-class GpuPair:
-    """The GPUs of two stages that follow each other, by their numbers on their hosts."""
-
-    index: int  # of the stage that sends
-    host: str  # of the other one
-    other_index: int
 
 
 @dataclass(frozen=True)
@@ -99,9 +91,12 @@ def _pairs(config: ClusterConfig, plan: Plan, host: str) -> tuple[GpuPair, ...]:
     places = [stage.placement for stage in plan.stages]
     if config.settings.cluster.transport == "gloo" or not all(DEVICES[place.device].is_gpu for place in places):
         return ()
-    pairs = [GpuPair(one.index, other.host, other.index) for one, other in pairwise(places) if one.host == host]
-    far = {pair.host: pair for pair in reversed(pairs) if pair.host != host}
-    return tuple(pair for pair in pairs if pair.host == host or far[pair.host] == pair)
+    pairs = [
+        GpuPair(one.index, other.index, None if other.host == host else other.host)
+        for one, other in pairwise(places) if one.host == host
+    ]  # fmt: skip
+    first = {pair.host: pair for pair in reversed(pairs)}
+    return tuple(pair for pair in pairs if pair.host is None or pair == first[pair.host])
 
 
 def _tensor_bytes(model: str, span: LayerSpan) -> tuple[int, int]:

@@ -38,6 +38,19 @@ _FAR = (
 
 
 @dataclass(frozen=True)
+class GpuPair:
+    """Two GPUs by their numbers on their hosts: the sender and the receiver. ``host``: of the latter, if it is another one."""
+
+    index: int
+    other_index: int
+    host: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"GPU {self.index} → {f'{self.host} ' if self.host else ''}GPU {self.other_index}"
+
+
+@dataclass(frozen=True)
 class PairEnd:
     """One of the two processes that try a pair.
 
@@ -94,24 +107,19 @@ def try_near(devices: Sequence[str], seconds: float = NEAR_SECONDS) -> str | Non
     return try_ends([PairEnd(rank, one, _LOOPBACK, server.port, 0, None, seconds) for rank, one in enumerate(devices)])
 
 
-def pair_findings(pairs: Mapping[str, str | None]) -> list[Finding]:
-    """The row about ``pairs``: by name, like ``GPU 0 → GPU 1`` or ``GPU 1 → beta GPU 0``, why they do not work."""
+def pair_findings(pairs: Mapping[GpuPair, str | None]) -> list[Finding]:
+    """The row about ``pairs`` that were tried, each with the reason why it does not work, or None."""
     if not pairs:
         return []
-    if not (broken := {name: reason for name, reason in pairs.items() if reason is not None}):
-        return [ok("GPU pairs", f"{', '.join(pairs)} exchange messages")]
-    mends = dict.fromkeys(_NEAR if "→ GPU" in name else _FAR for name in broken)
-    return [problem("GPU pairs", "; ".join(f"{name}: {reason}" for name, reason in broken.items()), "; ".join(mends))]
+    if not (broken := {pair: reason for pair, reason in pairs.items() if reason is not None}):
+        return [ok("GPU pairs", f"{', '.join(pair.name for pair in pairs)} exchange messages")]
+    mends = dict.fromkeys(_NEAR if pair.host is None else _FAR for pair in broken)
+    return [problem("GPU pairs", "; ".join(f"{pair.name}: {reason}" for pair, reason in broken.items()), "; ".join(mends))]
 
 
-def pair_name(first: int, second: int, host: str | None = None) -> str:
-    """The name of a pair of GPUs, by their numbers; ``host``: of the second one, if it is another one."""
-    return f"GPU {first} → {f'{host} ' if host else ''}GPU {second}"
-
-
-def near_pairs(num_gpus: int) -> dict[str, str | None]:
+def near_pairs(num_gpus: int) -> dict[GpuPair, str | None]:
     """Try every GPU of this host with the next one. Returns as ``pair_findings`` takes it."""
-    return {pair_name(one, one + 1): try_near([f"cuda:{one}", f"cuda:{one + 1}"]) for one in range(num_gpus - 1)}
+    return {GpuPair(one, one + 1): try_near([f"cuda:{one}", f"cuda:{one + 1}"]) for one in range(num_gpus - 1)}
 
 
 def _exchange(end: PairEnd) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipedec.model.kernels import language
 from pipedec.model.kernels.language import HAS_TRITON, jit, power_of_two, tl
+from pipedec.model.kernels.short_convolution import in_flight, nearest_seen
 from pipedec.model.recurrent import RuleInputs, TreeRows
 from pipedec.model.row_tables import RowTables
 from pipedec.model.states import LayerStates
@@ -82,19 +83,11 @@ def _enter(
         width = tl.arange(0, VALUE_WIDTH)
         tl.store(out + (row * HEADS + head) * VALUE + width, tl.zeros((VALUE_WIDTH,), out.dtype.element_ty), mask=width < VALUE)
         return
-    entry = flights + request * 6
-    rows = tl.load(entry + 3)
+    rows, stashes, first_row, older, own, seen = in_flight(flights, request, row, table)
     if rows == 0:
         return
-    stashes, first_row = tl.load(entry), tl.load(entry + 2)
-    older, own = tl.load(entry + 1) - rows, row - first_row
-    seen = table.to(tl.pointer_type(tl.uint8)) + tl.load(entry + 4) + own * tl.load(entry + 5)
     stash = tl.load(table + stashes + older + own).to(tl.int64)
-    each, nearest = tl.arange(0, DECAYS_WIDTH), -1
-    for first in range(0, older, STEP):
-        columns = first + tl.arange(0, STEP)
-        marks = tl.load(seen + columns, mask=columns < older, other=0)
-        nearest = tl.maximum(nearest, tl.max(tl.where(marks != 0, columns, -1), 0))
+    each, nearest = tl.arange(0, DECAYS_WIDTH), nearest_seen(seen, older, STEP)
     before = tl.load(table + stashes + tl.maximum(nearest, 0)).to(tl.int64)
     is_before = each < tl.where(nearest >= 0, DECAYS, 0)
     total = tl.load(stashed_decays + (before * HEADS + head) * DECAYS + each, mask=is_before, other=0.0)

@@ -129,8 +129,8 @@ def _tile(weights: Weights, is_exact: bool) -> tuple[int, int]:
 
 
 def _groups(weights: Weights, step: int) -> int:
-    """How many groups the inputs of a step have in each part, where that number is the same for all steps; the step itself where
-    the group of each input is looked up.
+    """The number of groups of the inputs of a step in each part, where it is the same for all steps; the step itself where the
+    group of each input is looked up.
     """
     inputs, woven = weights.shape[1], weights.parts if weights.is_woven else 1
     run, offset = (weights.group or inputs) // woven, 0 if weights.is_woven or weights.parts == 1 else inputs // weights.parts

@@ -43,6 +43,29 @@ def reference(inputs_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, table
 
 
 @jit
+def in_flight(flights, request, row, table):
+    """The ``FlightEntry`` of a row's request: the number of its rows that enter, the place of the stashes, and the first row; the
+    number of rows in flight that are older; and of the row its number among those that enter, and its mask.
+    """
+    entry = flights + request * 6
+    rows, stashes, first_row = tl.load(entry + 3), tl.load(entry), tl.load(entry + 2)
+    own = row - first_row
+    seen = table.to(tl.pointer_type(tl.uint8)) + tl.load(entry + 4) + own * tl.load(entry + 5)
+    return rows, stashes, first_row, tl.load(entry + 1) - rows, own, seen
+
+
+@jit
+def nearest_seen(seen, end, COLUMNS: tl.constexpr):
+    """The last row in flight before number ``end`` that a mask sees; -1 if there is none."""
+    nearest = -1
+    for first in range(0, end, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        marks = tl.load(seen + columns, mask=columns < end, other=0)
+        nearest = tl.maximum(nearest, tl.max(tl.where(marks != 0, columns, -1), 0))
+    return nearest
+
+
+@jit
 def _convolve(
     inputs, weights, bias, out, stashed, past, table, requests_of_rows, flights, states, channels,
     KERNEL: tl.constexpr, BIAS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -54,13 +77,9 @@ def _convolve(
     if request < 0:
         tl.store(out + row.to(tl.int64) * channels + places, tl.zeros((CHANNELS,), out.dtype.element_ty), mask=places < channels)
         return
-    entry = flights + request * 6
-    rows = tl.load(entry + 3)
+    rows, stashes, first_row, older, own, seen = in_flight(flights, request, row, table)
     if rows == 0:
         return
-    stashes, first_row = tl.load(entry), tl.load(entry + 2)
-    older, own = tl.load(entry + 1) - rows, row - first_row
-    seen = table.to(tl.pointer_type(tl.uint8)) + tl.load(entry + 4) + own * tl.load(entry + 5)
     state = tl.load(states + row).to(tl.int64)
     entered = tl.load(inputs + row.to(tl.int64) * channels + places, mask=places < channels, other=0.0)
     stash = tl.load(table + stashes + older + own).to(tl.int64)
@@ -69,11 +88,7 @@ def _convolve(
     total = entered.to(tl.float32) * weight.to(tl.float32)
     column, missing = older + own, 0  # the last token found, and how many of those before it were sought in the past
     for back in tl.static_range(1, KERNEL):
-        nearest = -1
-        for first in range(0, column, COLUMNS):
-            columns = first + tl.arange(0, COLUMNS)
-            marks = tl.load(seen + columns, mask=columns < column, other=0)
-            nearest = tl.maximum(nearest, tl.max(tl.where(marks != 0, columns, -1), 0))
+        nearest = nearest_seen(seen, column, COLUMNS)
         missing += tl.where(nearest < 0, 1, 0)
         stash = tl.load(table + stashes + tl.maximum(nearest, 0)).to(tl.int64)
         entering = (first_row + nearest - older).to(tl.int64)

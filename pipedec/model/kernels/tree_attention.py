@@ -228,31 +228,22 @@ def _attend(
                     value_slot, scale, cap, KEY, VALUE, KEY_WIDTH, VALUE_WIDTH, CAPPED, EXACT,
                 )  # fmt: skip
     whole = shared // STEP  # steps over slots that all rows see
-    start = split
-    if REACH > 0:  # steps that no row reaches
+    begin = 0
+    if REACH > 0:  # steps that no row reaches are left out
         lowest = tl.min(tl.where(rows_ok, row_positions, _NO_SLOT), 0)
         begin = lowest // REACH * REACH if IN_CHUNKS else tl.maximum(lowest - REACH + 1, 0)
         begin = tl.minimum(begin // STEP, whole)
-        start = begin + (split - begin % SPLITS + SPLITS) % SPLITS
-    for step in range(start, whole, SPLITS):
-        slots, inside, visible = _numbered(
-            step * STEP, row_positions, rows_ok, own, length, shared, place, seen, stride, table, blocks,
-            BLOCK, STEP, REACH, IN_CHUNKS, False,
-        )  # fmt: skip
-        out, top, total = _step(
-            asked, out, top, total, slots, inside, visible, keys, values, key_slot, value_slot, scale, cap,
-            KEY, VALUE, KEY_WIDTH, VALUE_WIDTH, CAPPED, EXACT,
-        )  # fmt: skip
-    start = whole + (split - whole % SPLITS + SPLITS) % SPLITS
-    for step in range(start, tl.cdiv(length, STEP), SPLITS):
-        slots, inside, visible = _numbered(
-            step * STEP, row_positions, rows_ok, own, length, shared, place, seen, stride, table, blocks,
-            BLOCK, STEP, REACH, IN_CHUNKS, True,
-        )  # fmt: skip
-        out, top, total = _step(
-            asked, out, top, total, slots, inside, visible, keys, values, key_slot, value_slot, scale, cap,
-            KEY, VALUE, KEY_WIDTH, VALUE_WIDTH, CAPPED, EXACT,
-        )  # fmt: skip
+    for in_mask in tl.static_range(2):  # steps without masks, then those with them
+        first, end = (whole, tl.cdiv(length, STEP)) if in_mask else (begin, whole)
+        for step in range(first + (split - first % SPLITS + SPLITS) % SPLITS, end, SPLITS):
+            slots, inside, visible = _numbered(
+                step * STEP, row_positions, rows_ok, own, length, shared, place, seen, stride, table, blocks,
+                BLOCK, STEP, REACH, IN_CHUNKS, in_mask,
+            )  # fmt: skip
+            out, top, total = _step(
+                asked, out, top, total, slots, inside, visible, keys, values, key_slot, value_slot, scale, cap,
+                KEY, VALUE, KEY_WIDTH, VALUE_WIDTH, CAPPED, EXACT,
+            )  # fmt: skip
     places, width = (rows * heads + of_head) * SPLITS + split, tl.arange(0, VALUE_WIDTH)
     tl.store(tops + places, top, mask=rows_ok)
     tl.store(totals + places, total, mask=rows_ok)
