@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from pipedec.core.stage_message import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, TokenLogprobs
+from pipedec.core.stage_message import EMPTY, HiddenStates, Load, NewRequest, RequestUpdate, StageMessage, TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.request import Request
@@ -103,6 +103,14 @@ class PromptScored(Struct, frozen=True):
     logprobs: TokenLogprobs
 
 
+class PromptRead(Struct, frozen=True):
+    """The hidden states of the next tokens of the prompt; each once. ``first``: index of the first of them."""
+
+    request: Request
+    first: int
+    hidden_states: HiddenStates
+
+
 class RequestEnded(Struct, frozen=True):
     """The answer has ended, and the method has followed its last verdict. The next message informs the stages.
 
@@ -125,5 +133,5 @@ class Drained(Struct, frozen=True):
     """No stage has a lane of any request."""
 
 
-Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | RequestEnded | RequestClosed | Drained
+Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | PromptRead | RequestEnded | RequestClosed | Drained
 Listener = Callable[[Record], None]

@@ -26,6 +26,7 @@ from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, LaneSizes, Scheduler, TimestepTiming
 from pipedec.decoding.events import (
     Advanced,
+    PromptRead,
     PromptScored,
     Record,
     RequestClosed,
@@ -65,6 +66,7 @@ class LocalAnswer:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
+    hidden_states: list[bytes] = field(default_factory=list)  # of the tokens of the prompt
     finished: str | None = None  # why it ended; None while it goes on
     failure: str | None = None  # what has gone wrong in a rank and has ended it
     is_closed: bool = False  # every stage has closed its lane
@@ -224,6 +226,8 @@ class LocalPipeline:
                 answer.token_ids += record.verdict.tokens
             case PromptScored():
                 self.answers[record.request.number].prompt_logprobs += map(dict, record.logprobs)
+            case PromptRead():
+                self.answers[record.request.number].hidden_states += record.hidden_states.rows
             case RequestEnded():
                 answer = self.answers[record.request.number]
                 answer.finished, answer.failure = record.reason, record.failure

@@ -14,12 +14,23 @@ from pipedec.core.request import TokenizedRequest
 from pipedec.core.stage_message import TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request
-from pipedec.decoding.events import Advanced, Interrupted, PromptScored, Record, RequestClosed, RequestEnded, RequestOpened, Waits
+from pipedec.decoding.events import (
+    Advanced,
+    Interrupted,
+    PromptRead,
+    PromptScored,
+    Record,
+    RequestClosed,
+    RequestEnded,
+    RequestOpened,
+    Waits,
+)
 from pipedec.engine.rank_tasks import RankTasks, Report, Wiring
 from pipedec.messages.events import (
     CompletionEvent,
     ErrorEvent,
     Event,
+    HiddenStatesEvent,
     LogprobsEvent,
     PausedEvent,
     PromptLogprobsEvent,
@@ -150,6 +161,8 @@ class Publisher:
                 self._posts.put(request.number, *answer_of(request).news(record.logprobs))
             case PromptScored(request, first, logprobs):
                 self._posts.put(request.number, PromptLogprobsEvent(list(map(list, logprobs)), first))
+            case PromptRead(request, first, hidden_states):
+                self._posts.put(request.number, HiddenStatesEvent(hidden_states, first))
             case RequestEnded(request):
                 answer = answer_of(request)
                 answer.last = self._last_event(record, answer)

@@ -103,10 +103,14 @@ class ModuleLayers(StageLayers):
         hidden_1RE: Tensor = output.last_hidden_state
         return hidden_1RE[0]
 
+    def normed(self, hidden_RE: Tensor) -> Tensor:
+        normed_1RE: Tensor = self._norm(hidden_RE[None])
+        return normed_1RE[0]
+
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """By the model's own code after the final norm, which may scale or cap them."""
         hidden_1RE = hidden_RE[None]
-        self._normed.hidden_1RE = self._norm(hidden_1RE)
+        self._normed.hidden_1RE = self.normed(hidden_RE)[None]
         logits_1RV: Tensor = self._causal(inputs_embeds=hidden_1RE, use_cache=False).logits
         return logits_1RV[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import cast
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import NewRequest, RequestUpdate, Step
+from pipedec.core.stage_message import HiddenStates, NewRequest, RequestUpdate, Step
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.model import FirstForward, KVCache, LaneRows
@@ -47,6 +47,25 @@ class SlotTokens:
             first += len(run)
 
 
+class PromptHiddenStates:
+    """The hidden states of a prompt of ``length`` tokens, until they are taken."""
+
+    def __init__(self, length: int) -> None:
+        self.num_left = length  # tokens whose rows have yet to come
+        self._ready: HiddenStates | None = None
+
+    def add(self, hidden_RE: Tensor) -> None:
+        """Those of the next tokens, no more than are left."""
+        self.num_left -= len(hidden_RE)
+        rows = to_host(hidden_RE).contiguous().view(torch.uint8).numpy()
+        self._ready = HiddenStates(str(hidden_RE.dtype).removeprefix("torch."), tuple(row.tobytes() for row in rows))
+
+    def pop(self) -> HiddenStates | None:
+        """Those added last, unless they were taken."""
+        taken, self._ready = self._ready, None
+        return taken
+
+
 class FinalLane(Lane):
     """One request on the last stage. After ``enter`` its rows are computed; then ``judge`` and ``result``.
 
@@ -69,6 +88,7 @@ class FinalLane(Lane):
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
+        self._read = PromptHiddenStates(length) if sampling.prompt_hidden_states else None
         self._successors: list[int] = []  # the target's token after each of the N rows
         self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage with a row that was not finite
         self._stage = torch.full((1,), float(stage), device=device)
@@ -99,6 +119,11 @@ class FinalLane(Lane):
         """Note which stage, if any, was the first to compute one of these rows that is not finite (see ``marked``)."""
         stages_R = torch.where(hidden_RE.isnan().any(1), hidden_RE[:, 0].float(), torch.inf)
         self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
+
+    def read_hidden(self, hidden_RE: Tensor, normed: Callable[[Tensor], Tensor]) -> None:
+        """Keep the hidden states of the prompt's tokens among the rows that entered last, if they are requested."""
+        if self._read is not None and self._read.num_left:
+            self._read.add(normed(hidden_RE[: self._read.num_left]))
 
     def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
         """Choose the tokens after the ``num_judged`` rows, from their logits.
@@ -157,19 +182,20 @@ class FinalLane(Lane):
             token_ids: the result of ``judge``, read from the device; empty if no row needed logits.
 
         Returns:
-            the verdict with the requested log-probabilities of the accepted tokens, and of tokens of the prompt that have entered
-            since the last call; None without either.
+            the verdict with the requested log-probabilities of the accepted tokens, and those and the hidden states of tokens
+            of the prompt that have entered since the last call; None without any.
         """
         if self._entered.visibility is not None:
             verdict = self._verdict(token_ids)
         else:
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
         scored = () if self._prompt_logprobs is None else self._prompt_logprobs.pop_rows()
+        read = None if self._read is None else self._read.pop()
         if verdict is None:
-            return RequestUpdate(number, prompt_logprobs=scored) if scored else None
+            return RequestUpdate(number, prompt_logprobs=scored, hidden_states=read) if scored or read else None
         self.has_ended = verdict.finished is not None
         logprobs = () if self._logprobs is None else self._logprobs.pop_rows()
-        return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
+        return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored, hidden_states=read)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
         """The verdict after the prefill: one token, and the predictions of the masks after it."""
@@ -250,13 +276,14 @@ class FinalStageWorker(StageWorker):
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
         """The results: verdicts on requests that had rows, with log-probabilities if requested. There is none for a request whose
-        answer does not grow, unless there are log-probabilities of its prompt. A verdict without tokens reports that a lane is
+        answer does not grow, unless there is news of its prompt. A verdict without tokens reports that a lane is
         closed, to rank 0 and then to every stage.
         """
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
         results = {number: RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None}
         for number, token_ids in self._judge(activations, is_finite).items():
             with self._faults.of(number):
+                self._lane(number).read_hidden(activations[number], self._model.normed)
                 if (result := self._lane(number).result(number, token_ids)) is not None:
                     results[number] = result
         failed = {update.number: update.failure for update in updates if update.failure} | self._faults.pop_failures()
