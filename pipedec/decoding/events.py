@@ -92,23 +92,17 @@ class Advanced(Struct, frozen=True):
 
 
 class PromptScored(Struct, frozen=True):
-    """The log-probabilities of the next tokens of the prompt; each once.
+    """The log-probabilities of the next tokens of the prompt, or their hidden states; each once.
 
     Attributes:
-        first: index of the first of these tokens, counted from the second token of the prompt on.
+        first: index of the first of these tokens, counted from the second token of the prompt on; for hidden states from the
+            first.
     """
 
     request: Request
     first: int
     logprobs: TokenLogprobs
-
-
-class PromptRead(Struct, frozen=True):
-    """The hidden states of the next tokens of the prompt; each once. ``first``: index of the first of them."""
-
-    request: Request
-    first: int
-    hidden_states: HiddenStates
+    hidden_states: HiddenStates | None = None
 
 
 class RequestEnded(Struct, frozen=True):
@@ -133,5 +127,5 @@ class Drained(Struct, frozen=True):
     """No stage has a lane of any request."""
 
 
-Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | PromptRead | RequestEnded | RequestClosed | Drained
+Record = Timestep | Waits | Interrupted | RequestOpened | Advanced | PromptScored | RequestEnded | RequestClosed | Drained
 Listener = Callable[[Record], None]

@@ -57,7 +57,7 @@ class OnceEach:
     def lane_opened(self) -> None:
         self._come = 0
 
-    def new(self, things: Sequence[_T]) -> tuple[int, Sequence[_T]]:
+    def new(self, things: tuple[_T, ...]) -> tuple[int, tuple[_T, ...]]:
         """Those of the next ``things`` that have not come before, and the number of all before them."""
         first, known = self._known, max(self._known - self._come, 0)
         self._come += len(things)

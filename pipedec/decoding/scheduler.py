@@ -28,7 +28,6 @@ from pipedec.decoding.events import (
     Drained,
     Interrupted,
     Listener,
-    PromptRead,
     PromptScored,
     Record,
     RequestClosed,
@@ -280,11 +279,11 @@ class Scheduler:
             return None
         first, logprobs = request.scored.new(result.prompt_logprobs)
         if logprobs:
-            self.emit(PromptScored(request, first, tuple(logprobs)))
-        if result.hidden_states is not None:
-            first, rows = request.read.new(result.hidden_states.rows)
+            self.emit(PromptScored(request, first, logprobs))
+        if (read := result.hidden_states) is not None:
+            first, rows = request.read.new(read.rows)
             if rows:
-                self.emit(PromptRead(request, first, HiddenStates(result.hidden_states.dtype, tuple(rows))))
+                self.emit(PromptScored(request, first, (), HiddenStates(read.dtype, rows)))
         if verdict is None:
             return None
         if verdict.failure is not None:

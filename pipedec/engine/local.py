@@ -26,7 +26,6 @@ from pipedec.core.verdict import Verdict
 from pipedec.decoding import Experience, LaneSizes, Scheduler, TimestepTiming
 from pipedec.decoding.events import (
     Advanced,
-    PromptRead,
     PromptScored,
     Record,
     RequestClosed,
@@ -225,9 +224,9 @@ class LocalPipeline:
                 answer.logprobs += map(dict, record.logprobs)
                 answer.token_ids += record.verdict.tokens
             case PromptScored():
-                self.answers[record.request.number].prompt_logprobs += map(dict, record.logprobs)
-            case PromptRead():
-                self.answers[record.request.number].hidden_states += record.hidden_states.rows
+                answer = self.answers[record.request.number]
+                answer.prompt_logprobs += map(dict, record.logprobs)
+                answer.hidden_states += () if record.hidden_states is None else record.hidden_states.rows
             case RequestEnded():
                 answer = self.answers[record.request.number]
                 answer.finished, answer.failure = record.reason, record.failure

@@ -11,20 +11,10 @@ from typing import Protocol
 
 from pipedec.core.completion import Completion
 from pipedec.core.request import TokenizedRequest
-from pipedec.core.stage_message import TokenLogprobs
+from pipedec.core.stage_message import HiddenStates, TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request
-from pipedec.decoding.events import (
-    Advanced,
-    Interrupted,
-    PromptRead,
-    PromptScored,
-    Record,
-    RequestClosed,
-    RequestEnded,
-    RequestOpened,
-    Waits,
-)
+from pipedec.decoding.events import Advanced, Interrupted, PromptScored, Record, RequestClosed, RequestEnded, RequestOpened, Waits
 from pipedec.engine.rank_tasks import RankTasks, Report, Wiring
 from pipedec.messages.events import (
     CompletionEvent,
@@ -159,9 +149,9 @@ class Publisher:
                     answer.resumes = None
             case Advanced(request):
                 self._posts.put(request.number, *answer_of(request).news(record.logprobs))
-            case PromptScored(request, first, logprobs):
+            case PromptScored(request, first, logprobs, None):
                 self._posts.put(request.number, PromptLogprobsEvent(list(map(list, logprobs)), first))
-            case PromptRead(request, first, hidden_states):
+            case PromptScored(request, first, _, HiddenStates() as hidden_states):
                 self._posts.put(request.number, HiddenStatesEvent(hidden_states, first))
             case RequestEnded(request):
                 answer = answer_of(request)

@@ -184,7 +184,8 @@ class AbortEvent(EventRecord, frozen=True, tag="abort"):
 
 Event = (
     TokensEvent | LogprobsEvent | PromptLogprobsEvent | HiddenStatesEvent | TraceEvents | OverranEvent | CacheSlotsEvent
-    | PausedEvent | ResumedEvent | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
+    | PausedEvent | ResumedEvent | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent
+    | LoadedEvent
 )  # fmt: skip
 _decoder = msgspec.json.Decoder(Event)
 

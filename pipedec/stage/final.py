@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import cast
@@ -47,25 +47,6 @@ class SlotTokens:
             first += len(run)
 
 
-class PromptHiddenStates:
-    """The hidden states of a prompt of ``length`` tokens, until they are taken."""
-
-    def __init__(self, length: int) -> None:
-        self.num_left = length  # tokens whose rows have yet to come
-        self._ready: HiddenStates | None = None
-
-    def add(self, hidden_RE: Tensor) -> None:
-        """Those of the next tokens, no more than are left."""
-        self.num_left -= len(hidden_RE)
-        rows = to_host(hidden_RE).contiguous().view(torch.uint8).numpy()
-        self._ready = HiddenStates(str(hidden_RE.dtype).removeprefix("torch."), tuple(row.tobytes() for row in rows))
-
-    def pop(self) -> HiddenStates | None:
-        """Those added last, unless they were taken."""
-        taken, self._ready = self._ready, None
-        return taken
-
-
 class FinalLane(Lane):
     """One request on the last stage. After ``enter`` its rows are computed; then ``judge`` and ``result``.
 
@@ -88,7 +69,7 @@ class FinalLane(Lane):
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
-        self._read = PromptHiddenStates(length) if sampling.prompt_hidden_states else None
+        self._num_unread = length if sampling.prompt_hidden_states else 0  # tokens whose hidden states have yet to be read
         self._successors: list[int] = []  # the target's token after each of the N rows
         self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage with a row that was not finite
         self._stage = torch.full((1,), float(stage), device=device)
@@ -120,10 +101,11 @@ class FinalLane(Lane):
         stages_R = torch.where(hidden_RE.isnan().any(1), hidden_RE[:, 0].float(), torch.inf)
         self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
 
-    def read_hidden(self, hidden_RE: Tensor, normed: Callable[[Tensor], Tensor]) -> None:
-        """Keep the hidden states of the prompt's tokens among the rows that entered last, if they are requested."""
-        if self._read is not None and self._read.num_left:
-            self._read.add(normed(hidden_RE[: self._read.num_left]))
+    def unread(self, hidden_RE: Tensor) -> Tensor:
+        """Of the rows that entered last those of the prompt, if their hidden states are requested; else none."""
+        unread_RE = hidden_RE[: self._num_unread]
+        self._num_unread -= len(unread_RE)
+        return unread_RE
 
     def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
         """Choose the tokens after the ``num_judged`` rows, from their logits.
@@ -175,22 +157,22 @@ class FinalLane(Lane):
         stage_1 = torch.minimum(self._first_bad, self._stage)
         return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
-    def result(self, number: int, token_ids: list[int]) -> RequestUpdate | None:
+    def result(self, number: int, token_ids: list[int], read: HiddenStates | None = None) -> RequestUpdate | None:
         """The first verdict after the last chunk of the prefill; later the one on the rows computed so far.
 
         Args:
             token_ids: the result of ``judge``, read from the device; empty if no row needed logits.
+            read: the hidden states of the ``unread`` rows.
 
         Returns:
-            the verdict with the requested log-probabilities of the accepted tokens, and those and the hidden states of tokens
-            of the prompt that have entered since the last call; None without any.
+            the verdict with the requested log-probabilities of the accepted tokens, and of tokens of the prompt that have entered
+            since the last call, and ``read``; None without any.
         """
         if self._entered.visibility is not None:
             verdict = self._verdict(token_ids)
         else:
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
         scored = () if self._prompt_logprobs is None else self._prompt_logprobs.pop_rows()
-        read = None if self._read is None else self._read.pop()
         if verdict is None:
             return RequestUpdate(number, prompt_logprobs=scored, hidden_states=read) if scored or read else None
         self.has_ended = verdict.finished is not None
@@ -252,6 +234,11 @@ def _corruption(token: int) -> Verdict:
     return Verdict(finished="corrupted", failure=failure)
 
 
+def _hidden_states(hidden_RE: Tensor) -> HiddenStates:
+    rows = to_host(hidden_RE).contiguous().view(torch.uint8).numpy()
+    return HiddenStates(str(hidden_RE.dtype).removeprefix("torch."), tuple(row.tobytes() for row in rows))
+
+
 class FinalStageWorker(StageWorker):
     """The last stage L_n."""
 
@@ -283,8 +270,9 @@ class FinalStageWorker(StageWorker):
         results = {number: RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None}
         for number, token_ids in self._judge(activations, is_finite).items():
             with self._faults.of(number):
-                self._lane(number).read_hidden(activations[number], self._model.normed)
-                if (result := self._lane(number).result(number, token_ids)) is not None:
+                unread_RE = self._lane(number).unread(activations[number])
+                read = _hidden_states(self._model.normed(unread_RE)) if len(unread_RE) else None
+                if (result := self._lane(number).result(number, token_ids, read)) is not None:
                     results[number] = result
         failed = {update.number: update.failure for update in updates if update.failure} | self._faults.pop_failures()
         failures = {number: RequestUpdate(number, verdict=Verdict((), "failed", failure)) for number, failure in failed.items()}

@@ -37,6 +37,7 @@ from pipedec.train.mask_rows import (
     token_pass,
 )
 from pipedec.train.run import CARDS, Figures, Run, TrainingLoop, bita_cells, card, cosine_decay, epoch_batch, print_table, warm_up
+from pipedec.train.targets import FrozenTarget, LoadedTarget
 from pipedec.verify.reference import load_transformers
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
@@ -108,7 +109,7 @@ def train_bita(
     if earlier is not None:
         recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})
     target = load_transformers(target_path, run.torch_dtype, run.device).requires_grad_(False)
-    answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
+    answered = target_answers(LoadedTarget(lambda _: target), target_path, prompts, recipe, run)
     samples = usable(answered, recipe.max_length)
     longest = samples.longest + recipe.masks
     windows = [layer.reach.size for layer in config.attention_layers if layer.reach is not None]
@@ -145,6 +146,14 @@ def train_bita(
         report |= {"markov_samples": report["samples"]} | {key: earlier[key] for key in ("samples", "tokens")}
     run.write_report(report, card(CARDS / "bita.md.jinja", report))
     return report
+
+
+def target_answers(
+    target: FrozenTarget, path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run
+) -> Continuations:
+    """The target's answers to all prompts, which ``run.work`` keeps."""
+    store = run.work / "answers" / f"{fingerprint(path)}-{run.dtype}-{recipe.new_tokens}"
+    return answer(target, prompts, recipe.new_tokens, store)
 
 
 def _earlier(start: Path, target_path: Path) -> dict[str, Any]:

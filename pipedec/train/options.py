@@ -30,6 +30,9 @@ DraftStart = Annotated[
 BitaStart = Annotated[Path | None, Help("Trained BiTA that only gets a new Markov table (default: none).", "DIR", "--bita")]
 Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
 OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
+OnlyAnswers = Annotated[
+    bool, Help("Do not train: store a running cluster's answers in --work, for a training on them.", flag="--only-answers")
+]
 PartialRun = Callable[..., Run]
 run_options = partial_of(Run, "run")
 
