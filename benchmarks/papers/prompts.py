@@ -1,0 +1,57 @@
+"""The prompts of the experiments: the papers' data sets in one directory, or others in their place where one is missing.
+
+Owns which file has which set, and what stands in for it. Without a directory, questions about Python's standard library are
+asked, on such text the shipped models were trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipedec.core.errors import UserError
+from recipes.reference_models.library_questions import library_questions
+
+# For each set the sources that have it or stand in for it, the best one first; below the directory of the data.
+SOURCES = {
+    "humaneval": ("humaneval/HumanEval.jsonl.gz",),
+    "gsm8k": ("gsm8k/test.jsonl",),
+    "wmt14": ("wmt14/test.jsonl", "spec_bench/question.jsonl#category=translation"),
+    "triviaqa": ("triviaqa/validation.jsonl", "spec_bench/question.jsonl#category=qa"),
+    "drop": ("drop/validation.jsonl", "spec_bench/question.jsonl#category=rag"),
+    "mmlu": ("mmlu/test.jsonl", "spec_bench/question.jsonl#category=math_reasoning"),
+    "xsum": ("xsum/test.jsonl", "spec_bench/question.jsonl#category=summarization"),
+    "cip": ("cip/train.jsonl", "vicuna_bench/question.jsonl"),
+    "humaneval-x": ("humaneval-x/python.jsonl", "humaneval/HumanEval.jsonl.gz"),
+    "mt-bench": ("mt_bench/question.jsonl",),
+    "vicuna": ("vicuna_bench/question.jsonl",),
+    "alpacaeval": ("alpacaeval/eval.jsonl", "vicuna_bench/question.jsonl"),
+}
+TEXTS = ("details", "descriptions", "explanations")  # kinds of questions whose answers are paragraphs
+
+
+def find_prompts(data: Path | None, sets: Sequence[str], out: Path) -> list[str]:
+    """A source of prompts for each set, ``NAME=FILE[#KEY=VALUE]``; sets that one source would give twice are named once.
+
+    Without ``data``, files of questions are written below ``out``. Raises UserError if ``data`` has nothing for a set.
+    """
+    if data is None:
+        return [f"{kind}={_library(kind, out)}" for kind in ("lists", "texts")]
+    found: dict[str, str] = {}
+    for name in sets:
+        chosen = next((source for source in SOURCES[name] if (data / source.partition("#")[0]).is_file()), None)
+        if chosen is None:
+            raise UserError(f"--data {data} has no {SOURCES[name][0]}: docs/papers/data.md has the line that makes it")
+        found.setdefault(chosen, f"{name}={data / chosen}")
+    return list(found.values())
+
+
+def _library(kind: str, out: Path) -> Path:
+    """A file of held-out questions whose answers are lists, or texts."""
+    path = out / "prompts" / f"{kind}.jsonl"
+    if not path.is_file():
+        asked = [one for one in library_questions(0) if one.held_out and (one.kind in TEXTS) == (kind == "texts")]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in asked), encoding="utf-8")
+    return path
