@@ -9,7 +9,7 @@ from typing import Annotated
 
 import click
 
-from benchmarks.output import check_known, console
+from benchmarks.output import check_known
 from benchmarks.papers import apar, bita, pasta, pipedec
 from benchmarks.papers.experiment import Absent, Experiment, Place, Result, measured, read_result, write_result
 from benchmarks.papers.pages import page
@@ -59,7 +59,10 @@ def papers(
     out: Annotated[Path, Help("Directory of rows, results and pages; a second run goes on from there.", "DIR")] = Path("papers"),
     data: Annotated[
         Path | None,
-        Help("Directory of the papers' data sets, as docs/papers/data.md lays it out (default: questions about Python's library).", "DIR"),
+        Help(
+            "Directory of the papers' data sets, as docs/papers/data.md lays it out (default: questions about Python's library).",
+            "DIR",
+        ),
     ] = None,
     full: Annotated[bool, Help("The papers' numbers of prompts and tokens, instead of a laptop's.")] = False,
     train: Annotated[bool, Help("With `all` or a paper: also experiments that train models, for hours.")] = False,
@@ -85,7 +88,9 @@ def papers(
         result = measured(experiment, where)
         if ship:
             write_result(SHIPPED / f"{experiment.name}.json", result)
-    print_files(*(path for directory in (where.out, DOCS) if directory == where.out or ship for path in _pages(directory, where.out)))
+    print_files(
+        *(path for directory in (where.out, DOCS) if directory == where.out or ship for path in _pages(directory, where.out))
+    )
 
 
 def _chosen(names: Sequence[str], train: bool) -> list[Experiment]:

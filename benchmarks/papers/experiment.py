@@ -81,9 +81,12 @@ class Place:
         return [word for source in find_prompts(self.data, sets, self.out) for word in ("--prompts", source)]
 
     def sweep(self, name: str, *flags: str, presets: Sequence[str] = ("paper-14",)) -> Words:
-        """``pipedec bench sweep`` into ``directory(name)``: on a real cluster, or in computed time on emulated ones."""
-        emulated = ["--preset", ",".join(presets), "--clock", "computed"]
-        where = list(self.cluster) if self.cluster else emulated
+        """``pipedec bench sweep`` into ``directory(name)``: on a real cluster, or in computed time on emulated ones.
+
+        Rank 0's own work does not count in computed time, so that any machine repeats the figures.
+        """
+        computed = ["--preset", ",".join(presets), "--clock", "computed", "--no-own-work"]
+        where = list(self.cluster) if self.cluster else computed
         return ["pipedec", "bench", "sweep", *where, *flags, "--out", str(self.directory(name))]
 
 
@@ -128,7 +131,7 @@ def measured(experiment: Experiment, place: Place) -> Result:
     if kept.is_file() and (found := read_result(kept)).asked == asked:
         return found
     for number, words in enumerate(commands, start=1):
-        console.print(f"{experiment.name}, command {number} of {len(commands)}: {shown[number - 1]}", markup=False, soft_wrap=True)
+        console.print(f"{experiment.name}, {number} of {len(commands)}: {shown[number - 1]}", markup=False, soft_wrap=True)
         run(words, place.out / "logs" / f"{experiment.name}-{number}.txt")
     made = header("papers", {})
     result = Result(

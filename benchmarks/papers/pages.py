@@ -21,7 +21,8 @@ def _measured(experiment: Experiment, result: Result | None) -> list[str]:
     command = f"`python -m benchmarks.papers {experiment.name}`"
     if result is None:
         return [f"{command}, not run yet.", experiment.differs]
-    provenance = f"*{command}; {result.size} size; {result.place}; {result.prompts}; {result.machine}; revision {result.revision[:8]}.*"
+    size = f"{result.size} size; {result.place}; {result.prompts}"
+    provenance = f"*{command}; {size}; {result.machine}; revision {result.revision[:8]}.*"
     return [provenance, *(_table(table) for table in result.tables), experiment.differs]
 
 
