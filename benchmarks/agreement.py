@@ -15,6 +15,7 @@ import click
 import torch
 from msgspec.structs import replace
 
+from benchmarks.alternatives import quiet_transformers
 from benchmarks.output import titled_table
 from pipedec.bench.options import Draft, Drawing, DrawnPrompt, Target, draw
 from pipedec.bench.record import ROWS_FILE, Grid, Row, SweepProgress, plain
@@ -64,10 +65,17 @@ def ranks_of(draft: MeasuredDraft, prompt: Sequence[int], answer: Sequence[int])
 
 
 def measure_agreement(
-    shape: Measurable, target: Path, draft: Path, asked: AgreementFlags, drawing: Drawing, out: Path, progress: SweepProgress
+    shape: Measurable,
+    target: Path,
+    draft: Path,
+    prompt_sets: Sequence[PromptSet],
+    max_tokens: int,
+    drawing: Drawing,
+    out: Path,
+    progress: SweepProgress,
 ) -> list[Row]:
     """A row for each answer, those of an earlier run included. Raises UserError if no prompt fits, or the models do not."""
-    prompt_sets, sampling = asked.prompt_sets(), SamplingParams(max_tokens=asked.max_tokens)
+    sampling = SamplingParams(max_tokens=max_tokens)
     config = model_config(target)
     measured, prompter = MeasuredDraft.load(draft, config.vocab_size), Prompter(target, config.context_length)
     grid, digest = Grid(SCHEMA, out, progress), weights_digest(draft)[:12]
@@ -117,9 +125,10 @@ def agreement(asked: AgreementFlags, drawing: Drawing, place: RunningFlags, out:
     if spec.draft is None:
         raise UserError("--draft none: give the directory of a draft to measure")
     shape = RunningShape(place.connect()) if place.are_given else as_it_is(spec.settings)
+    prompt_sets = asked.prompt_sets()
     make_directory(out)
-    with ProgressBar() as bar:
-        rows = measure_agreement(shape, spec.target, spec.draft, asked, drawing, out, bar)
+    with quiet_transformers(), ProgressBar() as bar:
+        rows = measure_agreement(shape, spec.target, spec.draft, prompt_sets, asked.max_tokens, drawing, out, bar)
     table = titled_table("The target's next token is among the top k", ("prompts", *(f"k = {k}" for k in TOP_K), "tokens"))
     for name, ranks in ranks_by_set(rows).items():
         table.add_row(name, *(f"{share:.1%}" for share in shares(ranks)), str(len(ranks)))

@@ -85,6 +85,8 @@ def papers(
         raise UserError(f"{', '.join(computed)}: these do not measure a real cluster: leave them, or the cluster's flags, out")
     make_directory(where.out)
     for experiment in chosen:
+        experiment.commands(where)  # raises, before anything is measured, if prompts are missing
+    for experiment in chosen:
         result = measured(experiment, where)
         if ship:
             write_result(SHIPPED / f"{experiment.name}.json", result)

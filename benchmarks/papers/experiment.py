@@ -5,10 +5,9 @@ Owns what an experiment is, where one writes, and the file that keeps its result
 
 from __future__ import annotations
 
-import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,10 +18,10 @@ from msgspec import Struct
 from benchmarks.output import console
 from benchmarks.papers.prompts import find_prompts
 from pipedec.bench.record import header, key_of
+from pipedec.cluster.processes import die_with_parent
 from pipedec.core.errors import PipedecError
 
 Words = list[str]  # a command line after ``python -m``
-LAST_LINES = 3  # of a failed command's output
 
 
 class Table(Struct, frozen=True):
@@ -125,7 +124,7 @@ class Absent:
 def measured(experiment: Experiment, place: Place) -> Result:
     """The result of an experiment, which ``place`` keeps; known ones are read. Raises PipedecError if a command fails."""
     commands = [*experiment.commands(place)]
-    shown = [" ".join(words).replace(f"{place.out}/", "") for words in commands]
+    shown = [" ".join(words).replace(f"{place.out}/", "").replace(f"{place.data}/", "DATA/") for words in commands]
     asked = key_of([experiment.name, place.size, shown])
     kept = place.out / "results" / f"{experiment.name}.json"
     if kept.is_file() and (found := read_result(kept)).asked == asked:
@@ -143,20 +142,15 @@ def measured(experiment: Experiment, place: Place) -> Result:
 
 
 def run(words: Words, log: Path) -> None:
-    """Run one command line in this process; ``log`` gets what it prints. Raises PipedecError if it fails."""
+    """Run one command line as a process that ends with this one; ``log`` gets what it prints. Raises PipedecError if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    module, usual = ("pipedec.cli", sys.argv) if words[0] == "pipedec" else (words[0], sys.argv)
-    sys.argv = list(words)
-    status: object = None
-    try:
-        with log.open("w", encoding="utf-8") as file, redirect_stdout(file):
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        status = ended.code
-    finally:
-        sys.argv = usual
-    if status:
-        raise PipedecError(f"{' '.join(words)} ended with status {status}: mend what it reports and run this again ({log})")
+    program = ["pipedec.cli", *words[1:]] if words[0] == "pipedec" else words
+    with log.open("w", encoding="utf-8") as file:
+        ended = subprocess.run([sys.executable, "-m", *program], stdout=file, check=False, preexec_fn=die_with_parent)
+    if ended.returncode:
+        raise PipedecError(
+            f"{words[0]} ended with status {ended.returncode}: mend what it reports and run this again (log: {log})"
+        )
 
 
 def read_result(path: Path) -> Result:
