@@ -69,7 +69,8 @@ def test_a_name_that_has_gone_is_found(named: str) -> None:
 )  # fmt: skip
 def test_a_name_that_is_not_in_its_file_is_found(path: str, name: str) -> None:
     assert not is_in_file(name, path, ROOT / "README.md")
-    assert is_in_file("PredictionTree.grow", "tree/prediction_tree.py", PAGES[0]) and is_in_file("complete", "lua/graph.lua", PAGES[0])
+    assert is_in_file("PredictionTree.grow", "tree/prediction_tree.py", PAGES[0])
+    assert is_in_file("complete", "lua/graph.lua", PAGES[0])
 
 
 def missing(named: Iterable[str], page: Path) -> list[str]:

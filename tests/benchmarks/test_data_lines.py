@@ -31,9 +31,8 @@ ALPACA = [
 CIP = [{"prompt": "How are you?", "response": "Fine."}, {"prompt": " ", "response": "?"}]
 
 
-def talk(*turns: str, first: str = "human") -> dict[str, object]:
-    roles = [first, *("gpt", "human") * len(turns)]
-    return {"id": "a", "conversations": [{"from": role, "value": turn} for role, turn in zip(roles, turns, strict=False)]}
+def turns(*texts: str, first: str = "human") -> list[dict[str, str]]:
+    return [{"from": role, "value": text} for role, text in zip((first, *("gpt", "human") * len(texts)), texts, strict=False)]
 
 
 # The records of each data set, by what the line passes to ``load_dataset``.
@@ -53,11 +52,15 @@ RECORDS: dict[str, list[dict[str, object]]] = {
     "sahil2801/CodeAlpaca-20k split=train": ALPACA,
     "garage-bAInd/Open-Platypus split=train": ALPACA,
     "anon8231489123/ShareGPT_Vicuna_unfiltered data_files=ShareGPT_V3_unfiltered_cleaned_split.json split=train": [
-        talk("How?", LIST, "And?", "No."), talk("Who?", "He."), talk("Go on.", "Yes?", first="gpt"), talk("Alone?"), talk("", "x"),
+        {"id": "a", "conversations": said}
+        for said in (
+            turns("How?", LIST, "And?", "No."), turns("Who?", "He."), turns("Go on.", "Yes?", first="gpt"),
+            turns("Alone?"), turns("", "x"),
+        )
     ],
     "Open-Orca/SlimOrca split=train": [
-        {"conversations": [{"from": "system", "value": "Be kind."}, *talk("Where?", "There.")["conversations"]]},  # type: ignore[misc]
-        talk("Unanswered?"),
+        {"conversations": [{"from": "system", "value": "Be kind."}, *turns("Where?", "There.")]},
+        {"conversations": turns("Unanswered?")},
     ],
 }  # fmt: skip
 # The record of each file that is downloaded as it is, by the end of its address.
@@ -68,7 +71,7 @@ DOWNLOADED = {
     "mt_bench/question.jsonl": {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]},
     "vicuna_bench/question.jsonl": {"question_id": 1, "category": "generic", "turns": ["Write."]},
     "spec_bench/question.jsonl": {"question_id": 1, "category": "qa", "turns": ["Write."]},
-    **{f"humaneval_{one}.jsonl.gz": {"task_id": "a", "prompt": one, "declaration": "d"} for one in ("python", "cpp", "go", "java", "js")},
+    **{f"humaneval_{one}.jsonl.gz": {"task_id": "a", "prompt": one} for one in ("python", "cpp", "go", "java", "js")},
 }
 CURL = """#!{python}
 import json, pathlib, sys
@@ -87,22 +90,22 @@ def load_dataset(*names, **options):
     return Rows(json.load(open({records!r}))[asked])
 """
 PROMPTS = {
-    "alpacaeval/eval.jsonl": ["What?"],
-    "bita/lima.jsonl": ["Why?"],
-    **dict.fromkeys(("cip/test.jsonl", "cip/train.jsonl"), ["How are you?"]),
-    **{f"bita/{one}.jsonl": ["Sort it.\n\n3 1 2", "Say hello."] for one in ("alpaca-gpt4", "CodeAlpaca-20k", "Open-Platypus")},
-    "drop/validation.jsonl": ["Ten yards.\n\nHow many?"],
-    **dict.fromkeys(("gsm8k/test.jsonl", "gsm8k/train.jsonl"), ["How much?"]),
-    "humaneval/HumanEval.jsonl.gz": ["def f():"],
-    "humaneval-x/python.jsonl": ["python"],
-    "mmlu/test.jsonl": ["Which?\nA. a\nB. b\nC. c\nD. d"],
-    **dict.fromkeys(("mt_bench/question.jsonl", "spec_bench/question.jsonl", "vicuna_bench/question.jsonl"), ["Write."]),
-    "sharegpt/test.jsonl": ["How?"],
-    "sharegpt/train.jsonl": ["Who?"],
-    "slimorca/train.jsonl": ["Where?"],
-    "triviaqa/validation.jsonl": ["Who?"],
-    "wmt14/test.jsonl": ["Translate German to English: Guten Tag"],
-    "xsum/test.jsonl": ["Summarize: It rains."],
+    "alpacaeval/eval.jsonl": ("What?",),
+    "bita/lima.jsonl": ("Why?",),
+    **dict.fromkeys(("cip/test.jsonl", "cip/train.jsonl"), ("How are you?",)),
+    **{f"bita/{one}.jsonl": ("Sort it.\n\n3 1 2", "Say hello.") for one in ("alpaca-gpt4", "CodeAlpaca-20k", "Open-Platypus")},
+    "drop/validation.jsonl": ("Ten yards.\n\nHow many?",),
+    **dict.fromkeys(("gsm8k/test.jsonl", "gsm8k/train.jsonl"), ("How much?",)),
+    "humaneval/HumanEval.jsonl.gz": ("def f():",),
+    "humaneval-x/python.jsonl": ("python",),
+    "mmlu/test.jsonl": ("Which?\nA. a\nB. b\nC. c\nD. d",),
+    **dict.fromkeys(("mt_bench/question.jsonl", "spec_bench/question.jsonl", "vicuna_bench/question.jsonl"), ("Write.",)),
+    "sharegpt/test.jsonl": ("How?",),
+    "sharegpt/train.jsonl": ("Who?",),
+    "slimorca/train.jsonl": ("Where?",),
+    "triviaqa/validation.jsonl": ("Who?",),
+    "wmt14/test.jsonl": ("Translate German to English: Guten Tag",),
+    "xsum/test.jsonl": ("Summarize: It rains.",),
 }
 
 
@@ -131,7 +134,7 @@ def test_every_file_has_a_line_and_every_source_of_experiments_a_file() -> None:
 
 @pytest.mark.parametrize("file", PROMPTS)
 def test_a_line_makes_a_file_of_prompts(file: str, data: Path) -> None:
-    assert list(read_prompts(data / file).prompts) == PROMPTS[file]
+    assert read_prompts(data / file).prompts == PROMPTS[file]
 
 
 @pytest.mark.parametrize(("file", "answer"), [("sharegpt/train.jsonl", "He."), ("slimorca/train.jsonl", "There.")])
