@@ -22,7 +22,7 @@ SOURCES = {
     "drop": ("drop/validation.jsonl", "spec_bench/question.jsonl#category=rag"),
     "mmlu": ("mmlu/test.jsonl", "spec_bench/question.jsonl#category=math_reasoning"),
     "xsum": ("xsum/test.jsonl", "spec_bench/question.jsonl#category=summarization"),
-    "cip": ("cip/train.jsonl", "vicuna_bench/question.jsonl"),
+    "cip": ("cip/test.jsonl", "vicuna_bench/question.jsonl"),
     "humaneval-x": ("humaneval-x/python.jsonl", "humaneval/HumanEval.jsonl.gz"),
     "mt-bench": ("mt_bench/question.jsonl",),
     "vicuna": ("vicuna_bench/question.jsonl",),
