@@ -50,7 +50,7 @@ from pipedec.threads.sequences import Sequences
 from pipedec.verify.reference import load_transformers
 
 LOOKUP_TOKENS = 10
-SELF_SPECULATION = "transformers self-speculation"
+LAYERS_SKIPPED = "layers skipped"
 _LLAMA_CPP_TOKENS = 4096
 
 
@@ -195,7 +195,7 @@ def _self_speculation(target: Any, spec: PipelineSpec, device: torch.device) -> 
     answers = [torch.tensor([[*ids, *greedy.answer(ids, SEARCH_TOKENS)]], device=device) for ids in prompts]
     skipped = search_skipped(target, answers)
     draft = without_layers(target, skipped)
-    return TransformersContender(f"{SELF_SPECULATION}, {len(skipped)} layers skipped", target, draft, assistant_model=draft)
+    return TransformersContender(f"transformers, {len(skipped)} {LAYERS_SKIPPED}", target, draft, assistant_model=draft)
 
 
 @contextmanager
