@@ -345,7 +345,9 @@ class PairFlags:
     ] = None
     stages: Annotated[int, Help("Stages of pipedec's default method, in one process.")] = 4
     device: Device = "auto"
-    self_speculation: Annotated[bool, Help("Also the target without some of its layers as its own draft (searched first).")] = False
+    self_speculation: Annotated[bool, Help("Also the target without some of its layers as its own draft (searched first).")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ def without_layers(target: Any, skipped: Sequence[int]) -> Any:
 
 @torch.inference_mode()
 def search_skipped(target: Any, answers: Sequence[Tensor]) -> tuple[int, ...]:
-    """The layers to skip, at least one: one more at a time, that without which the draft agrees most with the target on ``answers``.
-
-    Of the sets on this path, the one by which the cost of a pass of the target is expected to yield most tokens.
+    """The layers to skip: one more at a time, that without which the draft agrees most with the target on ``answers``; of the
+    sets on this path the one by which the cost of a pass of the target is expected to yield most tokens.
 
     Args:
         answers: token ids of prompts with the target's greedy answers, int64 [1, T] each.

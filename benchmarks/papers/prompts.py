@@ -60,7 +60,7 @@ def training_prompts(data: Path | None, out: Path) -> dict[str, Path]:
 
 
 def _library(kind: str, out: Path, held_out: bool = True) -> Path:
-    """A file of questions about the library: with answers that are lists or texts, or of the corpus (``code``, ``docstrings``)."""
+    """A file of questions about the library: answered by lists or texts, or of the corpus (``code``, ``docstrings``)."""
     path = out / "prompts" / f"{kind}{'' if held_out else '-to-train'}.jsonl"
     if not path.is_file():
         asked = [one.prompt for one in _questions().get(kind, ()) if one.held_out == held_out]
