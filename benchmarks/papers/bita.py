@@ -310,7 +310,8 @@ _PAPERS_DEEP = paper_lines("promptings")["deep"]
 ENTRIES: tuple[Experiment | Absent, ...] = (
     Experiment(
         "bita-fig1", "Figure 1: techniques on MT-Bench",
-        f"{_MEASURED} Of the paper's bars only those in Table 2 and Figure 7 have numbers.", rival_commands, overview_tables, place=_HERE,
+        f"{_MEASURED} Of the paper's bars only those in Table 2 and Figure 7 have numbers.",
+        rival_commands, overview_tables, place=_HERE,
     ),
     Absent(
         "bita-fig2", "Figure 2: bi-directional tuning",
@@ -337,12 +338,14 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         "draft. Self-SpecDec skips whole layers, found by a greedy search, where Zhang et al. skip attention and MLP apart, by a "
         "Bayesian one; its drafts count as passes by their share of the layers. It gains more than in the paper because "
         "the shipped target was grown by doubling its layers. Lookahead does not run here: its code replaces parts of an old "
-        "transformers and needs CUDA; prompt lookup in Figure 1 is its nearest relative.", rival_commands, rival_tables, place=_HERE,
+        "transformers and needs CUDA; prompt lookup in Figure 1 is its nearest relative.",
+        rival_commands, rival_tables, place=_HERE,
     ),
     Experiment(
         "bita-fig7", "Figure 7: BiTA beside Medusa on MT-Bench",
         f"{_MEASURED} The paper's BiTA is 19–32 % faster than what Medusa's authors report. Medusa does not run here: it needs "
-        "heads that were trained for the target.", rival_commands, medusa_tables, place=_HERE,
+        "heads that were trained for the target.",
+        rival_commands, medusa_tables, place=_HERE,
     ),
     _ablation(
         "bita-fig8", "Figure 8: prompt tokens",
