@@ -55,12 +55,11 @@ def search_skipped(target: Any, answers: Sequence[Tensor]) -> tuple[int, ...]:
     skipped: tuple[int, ...] = ()
     gains: dict[tuple[int, ...], float] = {}
     for count in layers[1:]:
-        rates = {(*skipped, layer): agreement((*skipped, layer)) for layer in layers if layer not in skipped}
-        skipped = max(rates, key=rates.__getitem__)
-        gains[skipped] = expected_gain(rates[skipped], 1 - count / len(layers))
-        if rates[skipped] < LEAST_AGREEMENT:
+        rate, skipped = max((agreement((*skipped, layer)), (*skipped, layer)) for layer in layers if layer not in skipped)
+        gains[skipped] = expected_gain(rate, 1 - count / len(layers))
+        if rate < LEAST_AGREEMENT:
             break
-    return tuple(sorted(max(gains, key=gains.__getitem__)))
+    return tuple(sorted(max(gains, key=lambda path: gains[path])))
 
 
 def expected_gain(agreement: float, cost: float) -> float:
