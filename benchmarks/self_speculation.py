@@ -52,14 +52,14 @@ def search_skipped(target: Any, answers: Sequence[Tensor]) -> tuple[int, ...]:
         return float(torch.cat([one == best for one, best in zip(found, expected, strict=True)], 1).float().mean())
 
     layers = range(len(target.get_decoder().layers))
+    path: list[tuple[float, tuple[int, ...]]] = []
     skipped: tuple[int, ...] = ()
-    gains: dict[tuple[int, ...], float] = {}
     for count in layers[1:]:
         rate, skipped = max((agreement((*skipped, layer)), (*skipped, layer)) for layer in layers if layer not in skipped)
-        gains[skipped] = expected_gain(rate, 1 - count / len(layers))
+        path.append((expected_gain(rate, 1 - count / len(layers)), skipped))
         if rate < LEAST_AGREEMENT:
             break
-    return tuple(sorted(max(gains, key=lambda path: gains[path])))
+    return tuple(sorted(max(path)[1]))
 
 
 def expected_gain(agreement: float, cost: float) -> float:
