@@ -363,8 +363,8 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
     _trees(4, SETS[:2]),
     Experiment(
         "bita-table5", "Table 5: training data",
-        f"{_TRAINED} The paper counts its data sets. Here a BiTA is also trained on sources alone (on a laptop two), with as many "
-        "steps and samples. Code, docstrings and lists are questions about Python's library, problems are GSM8K's to train on.",
+        f"{_TRAINED} The paper counts its data sets. Here a BiTA is also trained on sources alone (two on a laptop), with as "
+        "many steps and samples. Code, docstrings and lists are questions about Python's library, problems are of GSM8K.",
         source_commands, source_tables, trains=True,
     ),
     Experiment(
