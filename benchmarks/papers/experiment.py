@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.output import console
-from benchmarks.papers.prompts import find_prompts
+from benchmarks.papers.prompts import described, find_prompts
 from pipedec.bench.record import header, key_of
 from pipedec.cluster.processes import die_with_parent
 from pipedec.core.errors import PipedecError
@@ -140,7 +140,7 @@ def measured(experiment: Experiment, place: Place) -> Result:
             done.touch()
     made = header("papers", {})
     result = Result(
-        experiment.name, asked, place.size, _prompts_text(place), " ".join(place.cluster) or experiment.place, made["revision"],
+        experiment.name, asked, place.size, described(shown), " ".join(place.cluster) or experiment.place, made["revision"],
         f"{made['machine']['cpu']}, {made['machine']['cores']} cores", shown, experiment.tables(place),
     )  # fmt: skip
     write_result(kept, result)
@@ -173,7 +173,3 @@ def write_result(path: Path, result: Result) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     partial.replace(path)
-
-
-def _prompts_text(place: Place) -> str:
-    return "questions about Python's library" if place.data is None else "the papers' data sets where they are at hand"

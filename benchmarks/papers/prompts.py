@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from pipedec.core.errors import UserError
@@ -50,6 +51,15 @@ def find_prompts(data: Path | None, sets: Sequence[str], out: Path) -> list[str]
             raise UserError(f"--data {data} has no {SOURCES[name][0]}: docs/papers/data.md has the line that makes it")
         found.setdefault(chosen, f"{name}={data / chosen}")
     return list(found.values())
+
+
+def described(commands: Sequence[str]) -> str:
+    """Which prompts the ``--prompts`` flags of command lines name, and what stands in for which set."""
+    found = dict.fromkeys(word for line in commands for flag, word in pairwise(line.split()) if flag == "--prompts")
+    sources = [source.partition("=") for source in found]
+    own = [name for name, _, file in sources if f"DATA/{SOURCES.get(name, ('',))[0]}" == file or name not in SOURCES]
+    others = [f"{name} by {file.removeprefix('DATA/')}" for name, _, file in sources if name not in own]
+    return f"prompts: {', '.join(own)}" + (f"; replaced: {', '.join(others)}" if others else "")
 
 
 def training_prompts(data: Path | None, out: Path) -> dict[str, Path]:
