@@ -108,7 +108,7 @@ def load(
     config = configured(**offered.settings(), sampling=asked.sampling, seed=drawing.seed)
     make_directory(out)
     request = config.request(drawing.raw_prompts)
-    place = OnReplay(where.shape(asked.config, asked.pair, drawing.own_work), where.recording, request)
+    place = OnReplay(where.shape(asked.config, asked.pair, drawing.own_work), where.recording, request, where.dispatch == "tasks")
     conversations, intruder = _conversations(where, offered, asked, config, place, request)
     loads = []
     with ProgressBar() as bar:

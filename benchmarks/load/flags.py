@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from benchmarks.load.offered import Pattern
 from benchmarks.load.results import Goals
@@ -28,6 +28,11 @@ class ReplayFlags:
     prefix_cache: Annotated[
         bool, Help("Let requests with equal beginnings share their keys and values.", flag="--prefix-cache/--no-prefix-cache")
     ] = True
+
+    dispatch: Annotated[
+        Literal["tasks", "windows"],
+        Help("When stages prune by a verdict: all at once, as with single tasks, or as it travels with the rows (windows)."),
+    ] = "tasks"
 
     def shape(self, config: ClusterConfig, pair: ModelPair, own_work: bool) -> Shape:
         """The pipeline. Raises UserError for an unknown preset, or less memory than a block of the cache."""

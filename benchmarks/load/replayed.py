@@ -237,14 +237,14 @@ class OnReplay:
     ``recording`` keeps answers and the draft's candidates; None keeps nothing, for random prompts.
     """
 
-    def __init__(self, shape: Shape, recording: Path | None, asked: PromptRequest) -> None:
-        self._spec = shape.spec
+    def __init__(self, shape: Shape, recording: Path | None, asked: PromptRequest, prunes_at_once: bool = True) -> None:
+        self._spec, self._prunes_at_once = shape.spec, prunes_at_once
         self._recording = None
         if recording is not None:
             self._recording = AnswerRecording(recording, pair_digest(self._spec), plain(asked.sampling))
         self._memos: dict[tuple[int, ...], tuple[DrawnPrompt, DraftMemo]] = {}
         self.prompter: Prompter = load_prompter(shape.spec)
-        self.cluster = {"preset": shape.preset, **shape.cluster}
+        self.cluster = {"preset": shape.preset, **shape.cluster} | ({} if prunes_at_once else {"dispatch": "windows"})
 
     @cached_property
     def vocabulary(self) -> int:
@@ -265,7 +265,7 @@ class OnReplay:
         most = max(CHILDREN[-1], load.policy.limits.get("children") or 0)
         drafter = RecordedDrafter(memos.__getitem__, lambda: self._draft, most, draft_kv) if self._spec.draft else None
         experience = WatchedExperience(self._spec.settings.passage, expected_ms=self._spec.expected_ms)
-        pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv)
+        pipeline = ReplayedPipeline(emulation, self._spec.topology, drafter, experience, kv, self._prunes_at_once)
 
         def on_submit(number: int, job: OfferedRequest) -> None:
             memos[number] = self._memo(job.prompt)

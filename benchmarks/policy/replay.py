@@ -296,7 +296,7 @@ class ReplayedPipeline:
     """Replays requests through the groups of ``topology``; they may come at any time.
 
     ``experience`` is what earlier answers have taught, with the passage; it learns on. ``drafter`` is None without a draft
-    model, ``kv``, the devices' KV memory, for no limit.
+    model, ``kv``, the devices' KV memory, for no limit. ``prunes_at_once`` as in ``LocalStages``.
     """
 
     def __init__(
@@ -306,6 +306,7 @@ class ReplayedPipeline:
         drafter: RecordedDrafter | None,
         experience: WatchedExperience,
         kv: KVManager | None = None,
+        prunes_at_once: bool = True,
     ) -> None:
         self.clock = EmulatedClock(emulation, topology)
         self.timesteps = 0
@@ -321,7 +322,7 @@ class ReplayedPipeline:
         slots, block, last = scheduler.kv.capacity, scheduler.kv.block, topology.num_stages
         workers = [StageWorker(_NO_LAYERS, sequence_of, slots=slots, block=block, stage=stage) for stage in range(1, last)]
         workers.append(AnsweringStage(self._known, lambda: self.timesteps, slots, block, last))
-        self._stages = LocalStages(workers, topology, Recorder(), self.clock)
+        self._stages = LocalStages(workers, topology, Recorder(), self.clock, prunes_at_once)
         self._answers: dict[int, ReplayedAnswer] = {}
 
     def check(self, request: TokenizedRequest) -> None:
