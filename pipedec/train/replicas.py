@@ -1,4 +1,4 @@
-"""Processes that train copies of one model together, as torchrun starts them: gloo on CPUs, NCCL on GPUs.
+"""Processes that train one model together, as copies or as stages, as torchrun starts them: gloo on CPUs, NCCL on GPUs.
 
 Owns their process group. Does not know what is trained.
 """
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -37,41 +38,48 @@ class Replicas:
         return number % self.size == self.rank
 
     def wait(self) -> None:
-        """Wait until all processes are here. Raises RankLost if one is not here after 30 minutes, or has ended."""
+        """Wait until all processes are here. Raises RankLost if one is not here in time, or has ended."""
         if self.size > 1:
-            with _reporting_losses():
+            with reporting_losses():
                 dist.barrier()
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradients of all processes by their sums. Raises RankLost as ``wait``."""
+        """Replace the gradients of all processes by their sums; one that a process lacks is 0. Raises RankLost as ``wait``."""
         if self.size == 1:
             return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        together = parameters_to_vector(gradients)
-        with _reporting_losses():
-            dist.all_reduce(together)
-        vector_to_parameters(together, gradients)
+        learned = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in learned:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradients = [parameter.grad for parameter in learned if parameter.grad is not None]
+        vector_to_parameters(self.total(parameters_to_vector(gradients)), gradients)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Replaces values by their sums over all processes, and returns them. Raises RankLost as ``wait``."""
+        if self.size > 1:
+            with reporting_losses():
+                dist.all_reduce(values)
+        return values
 
     def sum_of(self, value: Tensor) -> float:
         """The sum of one number over all processes. Raises RankLost as ``wait``."""
-        if self.size > 1:
-            value = value.detach().clone()
-            with _reporting_losses():
-                dist.all_reduce(value)
-        return value.item()
+        return self.total(value.detach().clone()).item()
 
 
 ALONE = Replicas()
 
 
 @contextmanager
-def replicas(device_type: str) -> Iterator[Replicas]:
-    """The process group of torchrun's processes inside the block; a single process without torchrun."""
+def replicas(device: torch.device, patience: timedelta = _PATIENCE) -> Iterator[Replicas]:
+    """The process group of torchrun's processes inside the block; a single process without torchrun. ``patience``: how long one
+    waits for another.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield ALONE
         return
-    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=_PATIENCE)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     try:
         yield Replicas(int(os.environ["RANK"]), size)
     finally:
@@ -79,10 +87,13 @@ def replicas(device_type: str) -> Iterator[Replicas]:
 
 
 @contextmanager
-def _reporting_losses() -> Iterator[None]:
+def reporting_losses() -> Iterator[None]:
+    """Raises RankLost for what torch raises if another process is lost, but not for what this one computed wrong."""
     try:
         yield
     except RuntimeError as error:
+        if error.__cause__ is not None or isinstance(error, torch.OutOfMemoryError):
+            raise
         reason = str(error).splitlines()[0][:160]
         raise RankLost(f"another process of this training has ended or stands still ({reason})") from None
 
