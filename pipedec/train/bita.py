@@ -117,8 +117,8 @@ def train_bita(
     else:
         if recipe.prompting == "shallow":
             raise UserError("--prompting shallow needs all layers in one process: use deep or none, or train without torchrun")
-        answered = answer(None, prompts, recipe.new_tokens, answers, together)
         span = training_cut(config, together.size)[together.rank]
+        answered = answer(None, prompts, recipe.new_tokens, answers, together)
         target = TargetLayers(load_transformers(target_path, run.torch_dtype, run.device, span), span)
     samples = usable(answered, recipe.max_length)
     longest = samples.longest + recipe.masks
@@ -217,7 +217,7 @@ class MaskSteps:
         drawn: list[tuple[Continuation, Tensor]] = [(sample, draw_places(sample, recipe.groups, generator)) for sample in chosen]
         parts = sample_batches(drawn, recipe.masks, pipeline.batch_tokens)
         batches = [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in parts]
-        counts = sum(torch.bincount(rows.masks[rows.labelled], minlength=recipe.masks) for rows in batches)
+        counts = torch.bincount(torch.cat([rows.masks[rows.labelled] for rows in batches]), minlength=recipe.masks)
         num_labels = int(counts.sum())
         figures = torch.zeros(1 + recipe.masks, dtype=torch.float64)  # the sum of losses; correct predictions of each mask
 
@@ -266,9 +266,10 @@ def evaluate(
         pipeline.predict(batches, measure)
         if batches:
             values = pipeline.together.total(torch.cat(found, 1)).cpu().split([part.shape[1] for part in found], 1)
-            pairs = list(zip(batches, values, strict=True))
-            ranks, losses = (torch.cat([_by_group(rows, part[key], len(learned.masks)) for rows, part in pairs]) for key in (0, 1))
-            report[name] = guess_figures(ranks, losses)
+            groups = [
+                [_by_group(rows, part, len(learned.masks)) for part in pair] for rows, pair in zip(batches, values, strict=True)
+            ]
+            report[name] = guess_figures(*(torch.cat(parts) for parts in zip(*groups, strict=True)))
     return report
 
 

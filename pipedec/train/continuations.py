@@ -173,8 +173,8 @@ def continued(
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
         if target is None and not path.exists():
             raise UserError(
-                f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita --redis URL "
-                "--run NAME --only-answers` from a running cluster, or by one run without torchrun, with this --work"
+                f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita --redis "
+                "URL --run NAME --only-answers` from a running cluster, or by one run without torchrun, with this --work"
             )
         if replicas.shares(number) and not path.exists():
             if seed is not None:

@@ -38,9 +38,7 @@ class MarkovHead(nn.Module):
     @torch.no_grad()
     def rounded(self, together: Replicas) -> dict[str, Tensor]:
         """The table's tensors as they are stored, in bfloat16."""
-        previous, following = (
-            together.total(self._table(end, part)) for end, part in enumerate((self.previous, self.following))
-        )
+        previous, following = (together.total(self._table(end, part)) for end, part in enumerate((self.previous, self.following)))
         return {name: tensor.to(torch.bfloat16) for name, tensor in zip(NAMES, (previous, following, self.gates), strict=True)}
 
     def _table(self, end: int, part: Tensor) -> Tensor:

@@ -170,7 +170,8 @@ class TargetLayers:
         return logits
 
     def folded(self, embeddings_QE: Tensor) -> Tensor:
-        """Keys and values that all layers compute from prompt embeddings, with causal attention, all at position 0: [L, 2, K, Q, D].
+        """Keys and values that all layers compute from prompt embeddings, with causal attention, all at position 0:
+        [L, 2, K, Q, D].
 
         The rotary embedding is the identity at position 0, so these keys are like those of a ``deep`` prompt.
         """

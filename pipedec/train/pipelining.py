@@ -1,5 +1,5 @@
-"""Passes of mask rows through the stages of a target: each of torchrun's processes has some of its layers, and batches of rows go from
-one to the next by ``torch.distributed.pipelining``. A single process is the only stage.
+"""Passes of mask rows through the stages of a target: each of torchrun's processes has some of its layers, and batches of rows go
+from one to the next by ``torch.distributed.pipelining``. A single process is the only stage.
 
 Knows rows and layers, but neither losses nor steps. Shapes as in ``mask_rows``.
 """
@@ -28,8 +28,8 @@ Consume = Callable[[Tensor, int], Tensor]
 class MaskPipeline(nn.Module):
     """A stage of the target, as ``PipelineStage`` calls it.
 
-    Between stages go the hidden states of tokens, [N, E], and of mask rows, [N, E], and for a Markov table the vectors of the tokens
-    before these, [N, r], each padded to the largest batch of the run.
+    Between stages go the hidden states of tokens, [N, E], and of mask rows, [N, E], and for a Markov table the vectors of the
+    tokens before these, [N, r], each padded to the largest batch of the run.
     """
 
     def __init__(
@@ -54,8 +54,11 @@ class MaskPipeline(nn.Module):
         """Hand over the logits of all batches. Raises RankLost if another stage is lost."""
         at_once = _PREDICTED_AT_ONCE * self.together.size
         for first in range(0, len(batches), at_once):
-            shown = batches[first : first + at_once]
-            self._run(shown, lambda logits, number, first=first: consume(logits, first + number), is_learning=False)
+
+            def consume_of(logits: Tensor, number: int, first: int = first) -> Tensor:
+                return consume(logits, first + number)
+
+            self._run(batches[first : first + at_once], consume_of, is_learning=False)
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         """A batch of the run through this stage. Returns the logits of the rows with a label on the last one."""

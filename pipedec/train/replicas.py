@@ -6,10 +6,13 @@ Owns their process group. Does not know what is trained.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,10 +83,17 @@ def replicas(device: torch.device, patience: timedelta = _PATIENCE) -> Iterator[
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+    before = signal.signal(signal.SIGTERM, _stopped)
     try:
         yield Replicas(int(os.environ["RANK"]), size)
     finally:
+        signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
+
+
+def _stopped(number: int, frame: FrameType | None) -> NoReturn:
+    """torchrun stops the processes of a host when one of them has ended."""
+    raise RankLost("stopped, as torchrun does when another process of this training has ended")
 
 
 @contextmanager
@@ -94,7 +104,7 @@ def reporting_losses() -> Iterator[None]:
     except RuntimeError as error:
         if error.__cause__ is not None or isinstance(error, torch.OutOfMemoryError):
             raise
-        reason = str(error).splitlines()[0][:160]
+        reason = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0][:160]  # without gloo's source file
         raise RankLost(f"another process of this training has ended or stands still ({reason})") from None
 
 

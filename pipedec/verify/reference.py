@@ -88,10 +88,10 @@ def load_transformers(
 
 
 def _stage(stated: Any, config: ModelConfig, span: LayerSpan, dtype: torch.dtype, device: torch.device | str) -> Any:
-    """The model with memory for the tensors of ``span`` alone. What enters its layers is the attribute ``received``, except on the
-    first stage; other layers, and the final norm of another stage, hand on what they get.
+    """The model with memory for the tensors of ``span`` alone. What enters its layers is the attribute ``received``, except on
+    the first stage; other layers, and the final norm of another stage, hand on what they get.
     """
-    made = skeleton(stated, "sdpa", dtype, experts="eager")
+    made = skeleton(stated, None, dtype, experts="eager")
     names = config.names if isinstance(config, TransformersConfig) else _USUAL_NAMES
     layers = made.get_submodule(names.layers)
     for number, layer in enumerate(layers):
