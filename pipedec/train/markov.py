@@ -28,7 +28,7 @@ class MarkovHead(nn.Module):
     def vectors(self, before: Tensor) -> Tensor:
         """Of tokens [...], on the first stage: [..., r]."""
         assert self._embeddings[0] is not None
-        vectors: Tensor = self._embeddings[0][before].float() / self._norms[0] @ self.previous
+        vectors: Tensor = self._embeddings[0][before].float() @ self.previous / self._norms[0]
         return vectors
 
     def bias(self, vectors_Nr: Tensor, masks_N: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class MarkovHead(nn.Module):
         embeddings = self._embeddings[end]
         if embeddings is None:
             return part.new_zeros(self._vocab_size, part.shape[1])
-        table: Tensor = embeddings.float() / self._norms[end] @ part
+        table: Tensor = embeddings.float() @ part / self._norms[end]
         return table
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
+from pipedec.plan.training import BATCHES_AT_ONCE
 from pipedec.train.markov import MarkovHead
 from pipedec.train.mask_rows import TOKENS_PER_FORWARD, Learned, MaskRows, TargetLayers
 from pipedec.train.replicas import ALONE, Replicas, reporting_losses
 
 PATIENCE = timedelta(minutes=10)  # for another stage, which may still read its weights
-_PREDICTED_AT_ONCE = 4  # batches for each stage
 
 # From the logits of a batch, [labelled, V], and its number to its loss; called on the last stage.
 Consume = Callable[[Tensor, int], Tensor]
@@ -46,19 +46,13 @@ class MaskPipeline(nn.Module):
 
     def learn(self, batches: Sequence[MaskRows], loss: Consume) -> None:
         """Add the gradients of the losses of all batches, on all stages alike. Raises RankLost if another stage is lost."""
-        self._run(batches, loss, is_learning=True)
+        self._run_all(batches, loss, is_learning=True)
         self.together.sum_gradients((self.learned if self.markov is None else self.markov).parameters())
 
     @torch.no_grad()
     def predict(self, batches: Sequence[MaskRows], consume: Consume) -> None:
         """Hand over the logits of all batches. Raises RankLost if another stage is lost."""
-        at_once = _PREDICTED_AT_ONCE * self.together.size
-        for first in range(0, len(batches), at_once):
-
-            def consume_of(logits: Tensor, number: int, first: int = first) -> Tensor:
-                return consume(logits, first + number)
-
-            self._run(batches[first : first + at_once], consume_of, is_learning=False)
+        self._run_all(batches, consume, is_learning=False)
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
         """A batch of the run through this stage. Returns the logits of the rows with a label on the last one."""
@@ -83,6 +77,16 @@ class MaskPipeline(nn.Module):
         if self.markov is not None:
             logits = logits + self.markov.bias(before[0][rows.labelled], rows.masks[rows.labelled])
         return logits
+
+    def _run_all(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
+        """In runs that bound the memory of messages."""
+        at_once = BATCHES_AT_ONCE * self.together.size
+        for first in range(0, len(batches), at_once):
+
+            def consume_of(logits: Tensor, number: int, first: int = first) -> Tensor:
+                return consume(logits, first + number)
+
+            self._run(batches[first : first + at_once], consume_of, is_learning)
 
     def _run(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
         self._batches, together = batches, self.together
