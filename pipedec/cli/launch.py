@@ -37,7 +37,7 @@ from pipedec.plan.partition import Measured
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import spare_places
 from pipedec.plan.table import files_table, plan_table
-from pipedec.plan.training import TrainingSample, check_fits, training_ranks, training_table
+from pipedec.plan.training import training_table
 from pipedec.topology import rank_name
 
 Milliseconds = Annotated[float, Meta(gt=0)] | None
@@ -228,10 +228,10 @@ def plan(
         from pipedec.train.bita import BitaRecipe  # which loads torch
 
         recipe = BitaRecipe()
-        sample = TrainingSample(recipe.max_length, recipe.groups * recipe.masks, recipe.prompt_tokens, recipe.masks)
-        ranks = training_ranks(made, sample)
-        page.print(training_table(made, ranks, sample))
-        check_fits(ranks)
+        table, lacking = training_table(made, recipe.max_length, recipe.groups * recipe.masks, recipe.prompt_tokens)
+        page.print(table)
+        if lacking:
+            raise PipedecError(f"ranks {', '.join(map(str, lacking))} lack memory for training: use more or larger GPUs")
         return
     page.print(plan_table(made, draft_top1))
     if made.problems:

@@ -230,7 +230,7 @@ class MaskSteps:
             figures[1:] += torch.bincount(rows.masks[rows.labelled], is_correct, minlength=recipe.masks)
             return loss / num_labels
 
-        pipeline.learn(batches, loss_of)
+        pipeline.run(batches, loss_of, is_learning=True)
         total, *correct = pipeline.together.total(figures.to(pipeline.target.device)).tolist()
         shares = torch.tensor(correct) / counts
         return {"loss": total / num_labels, "top1": [round(share, 4) for share in shares.tolist()]}
@@ -263,7 +263,7 @@ def evaluate(
             found[number] = torch.stack((ranks, nn.functional.cross_entropy(logits, labels, reduction="none")))
             return found[number]
 
-        pipeline.predict(batches, measure)
+        pipeline.run(batches, measure, is_learning=False)
         if batches:
             values = pipeline.together.total(torch.cat(found, 1)).cpu().split([part.shape[1] for part in found], 1)
             groups = [

@@ -126,16 +126,8 @@ class TargetLayers:
         self.span = span or LayerSpan(range(self.config.num_hidden_layers), True, True)
         self.dtype: torch.dtype = target.dtype
         self.device = next(target.get_decoder().parameters()).device
-
-    @property
-    def inputs(self) -> Tensor | None:
-        """The input embeddings, [V, E], on the first stage."""
-        return self._target.get_input_embeddings().weight if self.span.first else None
-
-    @property
-    def outputs(self) -> Tensor | None:
-        """The output embeddings, [V, E], on the last stage."""
-        return self._target.get_output_embeddings().weight if self.span.last else None
+        self.inputs: Tensor | None = target.get_input_embeddings().weight if self.span.first else None  # [V, E]
+        self.outputs: Tensor | None = target.get_output_embeddings().weight if self.span.last else None  # [V, E]
 
     def prompt_shape(self, num_prompt_tokens: int) -> tuple[int, ...]:
         """[L, 2, K, Q, D] of the whole target."""
@@ -148,12 +140,17 @@ class TargetLayers:
         hidden: Tensor = self._target.get_input_embeddings()(tokens_BT)
         return hidden
 
-    @torch.no_grad()
-    def token_pass(self, hidden_BTE: Tensor) -> tuple[Tensor, Past]:
+    def token_pass(self, hidden_BTE: Tensor, **rows: Tensor) -> tuple[Tensor, Past]:
         """The ordinary rows after these layers, and their keys and values. They attend to neither masks nor prompt, so training
-        does not change them.
+        does not change them: compute them without gradients.
         """
-        return self._computed_keeping(hidden_BTE)
+        past: Past = {}
+
+        def update(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            past[layer] = keys, values
+            return keys, values
+
+        return self._computed(hidden_BTE, update, **rows), past
 
     def mask_pass(self, hidden_BRE: Tensor, prompt: Tensor, rows: MaskRows, past: Past) -> Tensor:
         """The mask rows after these layers, [B, R, E]. Gradients flow into ``prompt``, of all layers, and ``hidden_BRE``."""
@@ -181,18 +178,8 @@ class TargetLayers:
         visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
         position_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
         embeddings_1QE = embeddings_QE[None].to(self.dtype)
-        _, found = self._computed_keeping(embeddings_1QE, position_ids=position_ids, attention_mask=visible[None, None])
+        _, found = self.token_pass(embeddings_1QE, position_ids=position_ids, attention_mask=visible[None, None])
         return torch.stack([torch.stack((keys[0], values[0])) for keys, values in found.values()])
-
-    def _computed_keeping(self, hidden: Tensor, **rows: Tensor) -> tuple[Tensor, Past]:
-        """Rows that attend to each other alone, after these layers, and their keys and values."""
-        kept: Past = {}
-
-        def update(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-            kept[layer] = keys, values
-            return kept[layer]
-
-        return self._computed(hidden, update, **rows), kept
 
     def _computed(self, hidden: Tensor, update: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], **rows: Tensor) -> Tensor:
         self._target.received = hidden

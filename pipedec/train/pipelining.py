@@ -44,82 +44,66 @@ class MaskPipeline(nn.Module):
         """The most tokens and mask rows of a batch, so that as many batches as there are stages make up a forward pass."""
         return TOKENS_PER_FORWARD // self.together.size
 
-    def learn(self, batches: Sequence[MaskRows], loss: Consume) -> None:
-        """Add the gradients of the losses of all batches, on all stages alike. Raises RankLost if another stage is lost."""
-        self._run_all(batches, loss, is_learning=True)
-        self.together.sum_gradients((self.learned if self.markov is None else self.markov).parameters())
-
-    @torch.no_grad()
-    def predict(self, batches: Sequence[MaskRows], consume: Consume) -> None:
-        """Hand over the logits of all batches. Raises RankLost if another stage is lost."""
-        self._run_all(batches, consume, is_learning=False)
+    def run(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
+        """Hand over the logits of all batches. If it is learning, what ``consume`` returns are losses, whose gradients are added on
+        all stages alike. Raises RankLost if another stage is lost.
+        """
+        self._batches = batches
+        with torch.set_grad_enabled(is_learning):
+            for numbers in torch.arange(len(batches)).split(
+                BATCHES_AT_ONCE * self.together.size
+            ):  # which bounds messages' memory
+                (self._run_alone if self.together.size == 1 else self._run_staged)(numbers, consume, is_learning)
+        if is_learning:
+            self.together.sum_gradients(self.parameters())
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """A batch of the run through this stage. Returns the logits of the rows with a label on the last one."""
+        """A batch through this stage, to its message to the next one, or from the last one the logits of rows with a label."""
         rows = self._batches[int(number)].on(self.target.device)
-        sources = (rows.tokens, rows.masks, rows.before)
+        shapes = (rows.tokens.shape, rows.masks.shape, rows.masks.shape)
         if self.target.span.first:
             tokens, masks = self.target.embedded(rows.tokens), self.learned.masks.to(self.target.dtype)[rows.masks]
             before = [] if self.markov is None else [self.markov.vectors(rows.before)]
         else:
-            tokens, masks, *before = (
-                part[: ids.numel()].view(*ids.shape, -1) for part, ids in zip(received, sources, strict=False)
-            )
-        tokens, past = self.target.token_pass(tokens)
+            parts = zip(received, shapes, strict=False)
+            tokens, masks, *before = (part[: shape.numel()].view(*shape, -1) for part, shape in parts)
+        with torch.no_grad():
+            tokens, past = self.target.token_pass(tokens)
         masks = self.target.mask_pass(masks, self.learned.prompt_of(self.target), rows, past)
         if not self.target.span.last:
-            sizes = _sizes(self._batches)
+            flat = [part.flatten(0, 1) for part in (tokens, masks, *before)]
             return tuple(
-                functional.pad(part.flatten(0, 1), (0, 0, 0, size - ids.numel()))
-                for part, ids, size in zip((tokens, masks, *before), sources, sizes, strict=False)
+                functional.pad(part, (0, 0, 0, len(whole) - len(part)))
+                for part, whole in zip(flat, self._message(False), strict=True)
             )
         logits = self.target.logits(masks, rows)
         if self.markov is not None:
             logits = logits + self.markov.bias(before[0][rows.labelled], rows.masks[rows.labelled])
         return logits
 
-    def _run_all(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
-        """In runs that bound the memory of messages."""
-        at_once = BATCHES_AT_ONCE * self.together.size
-        for first in range(0, len(batches), at_once):
+    def _run_alone(self, numbers: Tensor, consume: Consume, is_learning: bool) -> None:
+        for number in numbers:
+            loss = consume(self(number=number), int(number))
+            if is_learning:
+                loss.backward()
 
-            def consume_of(logits: Tensor, number: int, first: int = first) -> Tensor:
-                return consume(logits, first + number)
-
-            self._run(batches[first : first + at_once], consume_of, is_learning)
-
-    def _run(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
-        self._batches, together = batches, self.together
-        if together.size == 1:
-            for number in range(len(batches)):
-                loss = consume(self(number=torch.tensor(number)), number)
-                if is_learning:
-                    loss.backward()
-            return
-        message = self._message(is_learning)
+    def _run_staged(self, numbers: Tensor, consume: Consume, is_learning: bool) -> None:
+        message, together = self._message(is_learning), self.together
         stage = PipelineStage(self, together.rank, together.size, self.target.device, input_args=message, output_args=message)
-        schedule = (Schedule1F1B if is_learning and len(batches) >= together.size else ScheduleGPipe)(
-            stage, len(batches), lambda logits, number: consume(logits, int(number)), scale_grads=False
+        schedule = (Schedule1F1B if is_learning and len(numbers) >= together.size else ScheduleGPipe)(
+            stage, len(numbers), lambda logits, number: consume(logits, int(number)), scale_grads=False
         )
-        numbers = torch.arange(len(batches))
         with reporting_losses():
             (schedule.step if is_learning else schedule.eval)(target=numbers, number=numbers, return_outputs=False)
 
     def _message(self, is_learning: bool) -> tuple[Tensor, ...]:
         """What goes from stage to stage, without memory: known to all of them, so nothing is pickled to find out."""
-        tokens, masks, before = _sizes(self._batches)
-        config, dtype, learned = self.target.config, self.target.dtype, self.learned.masks.requires_grad
-        parts = [
-            torch.empty(tokens, config.hidden_size, dtype=dtype, device="meta"),
-            torch.empty(masks, config.hidden_size, dtype=dtype, device="meta", requires_grad=is_learning and learned),
-        ]
+        tokens, masks = (max(getattr(rows, name).numel() for rows in self._batches) for name in ("tokens", "masks"))
+        dtype, width, learns_masks = self.target.dtype, self.target.config.hidden_size, self.learned.masks.requires_grad
+        kinds = [(tokens, width, dtype, False), (masks, width, dtype, learns_masks)]
         if self.markov is not None:
-            rank = self.markov.gates.shape[1]
-            parts.append(torch.empty(before, rank, device="meta", requires_grad=is_learning))
-        return tuple(parts)
-
-
-def _sizes(batches: Sequence[MaskRows]) -> tuple[int, int, int]:
-    """The most tokens, mask rows and tokens before these of any batch."""
-    tokens, masks = (max(getattr(rows, name).numel() for rows in batches) for name in ("tokens", "masks"))
-    return tokens, masks, masks
+            kinds.append((masks, self.markov.gates.shape[1], torch.float32, True))
+        return tuple(
+            torch.empty(rows, columns, dtype=kind, device="meta", requires_grad=is_learning and learns)
+            for rows, columns, kind, learns in kinds
+        )
