@@ -11,7 +11,6 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 
 from pipedec.plan.training import BATCHES_AT_ONCE
@@ -45,8 +44,8 @@ class MaskPipeline(nn.Module):
         return TOKENS_PER_FORWARD // self.together.size
 
     def run(self, batches: Sequence[MaskRows], consume: Consume, is_learning: bool) -> None:
-        """Hand over the logits of all batches. If it is learning, what ``consume`` returns are losses, whose gradients are added on
-        all stages alike. Raises RankLost if another stage is lost.
+        """Hand over the logits of all batches. If it is learning, ``consume`` returns losses, whose gradients are added on all
+        stages alike. Raises RankLost if another stage is lost.
         """
         self._batches = batches
         with torch.set_grad_enabled(is_learning):
@@ -88,6 +87,8 @@ class MaskPipeline(nn.Module):
                 loss.backward()
 
     def _run_staged(self, numbers: Tensor, consume: Consume, is_learning: bool) -> None:
+        from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe  # which takes a second
+
         message, together = self._message(is_learning), self.together
         stage = PipelineStage(self, together.rank, together.size, self.target.device, input_args=message, output_args=message)
         schedule = (Schedule1F1B if is_learning and len(numbers) >= together.size else ScheduleGPipe)(
