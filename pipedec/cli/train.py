@@ -32,6 +32,7 @@ from pipedec.train.options import (
     run_options,
     shape_options,
 )
+from pipedec.train.pipelining import PATIENCE
 from pipedec.train.replicas import replicas
 
 _RECIPE = "in a checkout of pipedec, use python -m recipes.reference_models"
@@ -65,7 +66,7 @@ def draft(
         existing_draft(begun)
     prompter = prompter_of(target, recipe.long_length)
     prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
-    with replicas(device.chosen()["device"].type) as together:
+    with replicas(device.chosen()["device"]) as together:
         where = run(**device.chosen(), replicas=together)
         if invented is not None:
             prompts |= invented_sets(target, prompter, invented, recipe.new_tokens, where, recipe.seed)
@@ -94,4 +95,7 @@ def bita(
     asked.check()
     target = downloaded(target or reference_pair() / "target")
     prompts = asked.read(prompter_of(target), recipe.new_tokens)
-    print_bita(train_bita(target, prompts, recipe, run(**device.chosen()), start))
+    with replicas(device.chosen()["device"], PATIENCE) as together:
+        report = train_bita(target, prompts, recipe, run(**device.chosen(), replicas=together), start)
+    if report:
+        print_bita(report)

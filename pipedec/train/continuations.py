@@ -138,6 +138,8 @@ def answer(
 ) -> Continuations:
     """The target's greedy answers to all prompts, and ``drawn`` sampled ones to each, with temperature 1; ``work`` keeps them, so
     that a second run does not generate them again. Sampled answers to held-out prompts are a set of their own.
+
+    Raises UserError if ``work`` holds answers to other prompts, or not all without a ``target`` (None) to generate them.
     """
 
     def answers(prompt_ids: list[list[int]], folder: str, name: str, seed: int | None = None) -> list[Continuation]:
@@ -161,7 +163,7 @@ def continued(
     """The target's continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
     Several processes share the batches, which have at most ``batch_prompts`` prompts and ``batch_tokens`` tokens with their
-    padding; all of them read ``store``. Raises UserError if ``store`` holds continuations of other prompts.
+    padding; all of them read ``store``. Raises UserError as ``answer``.
 
     Args:
         seed: of tokens that are drawn with temperature 1; None for greedy continuations.
@@ -170,6 +172,11 @@ def continued(
     batches = _batches(sorted(prompt_ids, key=len), batch_prompts, batch_tokens)
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
+        if target is None and not path.exists():
+            raise UserError(
+                f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita --redis "
+                "URL --run NAME --only-answers` from a running cluster, or by one run without torchrun, with this --work"
+            )
         if replicas.shares(number) and not path.exists():
             if seed is not None:
                 torch.manual_seed(seed * 1_000_003 + number)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import torch
 from msgspec import Meta
 
 from pipedec.directories import reference_pair
@@ -76,7 +77,7 @@ def draft(
     existing(problems)
     chosen, library = replace(recipe, long_sets=DRAFT_RECIPE.long_sets), LIBRARY.times(times)
     target, begun = options.chosen_start(target, start, shape)
-    with replicas("cpu") as together:
+    with replicas(torch.device("cpu")) as together:
         where = run(replicas=together)
         if only_acceptance:
             prompts = draft_prompts(target, problems, library, chosen)
