@@ -36,6 +36,7 @@ from pipedec.train.options import (
     run_options,
     shape_options,
 )
+from pipedec.train.pipelining import PATIENCE
 from pipedec.train.replicas import replicas
 from pipedec.train.run import Run
 from pipedec.train.targets import FrozenTarget, LoadedTarget, RunningTarget
@@ -78,7 +79,7 @@ def draft(
         existing_draft(begun)
     prompter = prompter_of(target, recipe.long_length)
     prompts = asked.read(prompter, recipe.new_tokens) if asked.prompts else {}
-    with replicas(device.chosen()["device"].type) as together:
+    with replicas(device.chosen()["device"]) as together:
         where = run(**device.chosen(), replicas=together)
         frozen = _target_of(target, place, where)
         if invented is not None:
@@ -114,11 +115,14 @@ def bita(
         raise UserError("--only-answers and a running cluster (--redis, --run or --running) go together: give both or neither")
     target = downloaded(target or reference_pair() / "target")
     prompts = asked.read(prompter_of(target), recipe.new_tokens)
-    where = run(**device.chosen())
     if only_answers:
+        where = run(**device.chosen())
         target_answers(_target_of(target, place, where), target, prompts, recipe, where)
         print(
             f"{where.work} has all answers. Next, where --target fits: the same command without --only-answers and its cluster."
         )
         return
-    print_bita(train_bita(target, prompts, recipe, where, start))
+    with replicas(device.chosen()["device"], PATIENCE) as together:
+        report = train_bita(target, prompts, recipe, run(**device.chosen(), replicas=together), start)
+    if report:
+        print_bita(report)

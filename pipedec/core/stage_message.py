@@ -118,7 +118,6 @@ class NewRequest(Record, frozen=True):
 TokenLogprobs = tuple[tuple[tuple[Int64, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
 
 
-
 class HiddenStates(Record, frozen=True, array_like=True):
     """Hidden states of consecutive tokens after the final norm.
 

@@ -46,9 +46,7 @@ _LIMITS = BestFirstOptions(width=16, forwards=2)
 
 
 class _KnownAnswer(StageModel):
-    """In place of a target, with caches of its own: after each token of ``ids``, int64 [T], it predicts the next one, and so after
-    other tokens at these places, which are not accepted.
-    """
+    """In place of a target: after a token at any place of ``ids``, int64 [T], it predicts the next one of these."""
 
     ids: Tensor
 
@@ -77,7 +75,10 @@ def measure_acceptance(target: Path, draft: Path, answered: list[Continuation], 
     chosen = {"target": target, "draft": draft, "bita": "none", "stages": 1, "device": "cpu"}
     spec = resolve(Settings.of(**chosen, priors=False, prefix_cache=False, dtype="float32", draft_dtype="float32"))
     experience = Experience(spec.settings.passage, expected_ms=spec.expected_ms)
-    smallest = LlamaConfig("llama", 2, model_config(target).vocab_size, 1, intermediate_size=2, num_attention_heads=1)
+    smallest = LlamaConfig(
+        model_type="llama", hidden_size=2, vocab_size=model_config(target).vocab_size, num_hidden_layers=1,
+        intermediate_size=2, num_attention_heads=1,
+    )  # fmt: skip
     known = _KnownAnswer(smallest, range(1), torch.float32, HOST)
     stage = FinalStageWorker(known, Sequences(target).of, slots=kv_slots(spec), block=spec.kv_block)
     pipeline = LocalPipeline(spec, [stage], new_scheduler(spec, load_drafter(spec, HOST), HOST, experience=experience))

@@ -133,11 +133,13 @@ class Continuations:
 
 
 def answer(
-    target: FrozenTarget, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE,
+    target: FrozenTarget | None, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE,
     drawn: int = 0,
 ) -> Continuations:  # fmt: skip
     """The target's greedy answers to all prompts, and ``drawn`` sampled ones to each, with temperature 1; ``work`` keeps them, so
     that a second run does not generate them again. Sampled answers to held-out prompts are a set of their own.
+
+    Raises UserError if ``work`` holds answers to other prompts, or not all without a ``target`` (None) to generate them.
     """
 
     def answers(prompt_ids: list[list[int]], folder: str, name: str, seed: int | None = None) -> list[Continuation]:
@@ -155,13 +157,13 @@ def answer(
 
 
 def continued(
-    target: FrozenTarget, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE,
+    target: FrozenTarget | None, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE,
     seed: int | None = None, batch_prompts: int = BATCH_PROMPTS, batch_tokens: int = BATCH_TOKENS,
 ) -> list[Continuation]:  # fmt: skip
     """The target's continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
     Several processes share the batches, which have at most ``batch_prompts`` prompts and ``batch_tokens`` tokens with their
-    padding; all of them read ``store``. Raises UserError if ``store`` holds continuations of other prompts.
+    padding; all of them read ``store``. Raises UserError as ``answer``.
 
     Args:
         seed: of tokens that are drawn with temperature 1; None for greedy continuations.
@@ -171,6 +173,11 @@ def continued(
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
+            if target is None:
+                raise UserError(
+                    f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita "
+                    "--redis URL --run NAME --only-answers` from a running cluster, or without torchrun, with this --work"
+                )
             sampling, prompts = SamplingParams(max_tokens=new_tokens), batches[number]
             if seed is not None:
                 sampling = replace(sampling, temperature=1.0, seed=seed * 1_000_003 + number)

@@ -45,7 +45,7 @@ class FrozenTarget(Protocol):
 
 
 class LoadedTarget:
-    """A model of transformers, which ``load`` makes when it is needed: in ``dtype`` for answers, in bfloat16 for hidden states."""
+    """A model of transformers, which ``load`` makes when needed: in ``dtype`` for answers, in bfloat16 for hidden states."""
 
     def __init__(self, load: Callable[[torch.dtype], Model], dtype: torch.dtype = torch.float32) -> None:
         self._load, self._dtype = cache(load), dtype
