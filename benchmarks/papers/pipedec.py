@@ -109,7 +109,7 @@ def latency_tables(place: Place) -> list[Table]:
 
 
 def _claims(table: pd.DataFrame, overall: pd.DataFrame, slm_ms: float) -> list[Table]:
-    """What the text says of PipeDec-14 and PipeDec-7, beside the paper's policy and the default one here."""
+    """Claims of the text on PipeDec-14 and PipeDec-7, beside the paper's policy and the default one here."""
     found = {(one.method, one.pipeline.name): one for one in overall.index.to_list()}
     if ("pipedec", "paper-14") not in found:
         return []  # a cluster with other partitions
@@ -128,7 +128,7 @@ def _claims(table: pd.DataFrame, overall: pd.DataFrame, slm_ms: float) -> list[T
         ["14 stages over 7", "1.64×", *(f"{ms(one, 'paper-7') / ms(one, 'paper-14'):.2f}×" for one in METHODS[2:])],
         ["14 stages beside the SLM", "about equal", *(f"{slm_ms / ms(one, 'paper-14'):.2f}×" for one in METHODS[2:])],
     ]
-    return [Table(("speed-up", "the paper", *METHODS[2:]), rows, "what the paper's text says")]
+    return [Table(("speed-up", "the paper", *METHODS[2:]), rows, "claims of the text")]
 
 
 def accuracy_tables(place: Place) -> list[Table]:
@@ -227,7 +227,8 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
     ),
     Experiment(
         "pipedec-fig6", "Figure 6: hit rates by data set",
-        "From the answers of Figure 5; the dispatcher does not change them. The paper's radar chart has no numbers; `python -m benchmarks.reports` draws ours "
+        "From the answers of Figure 5; the dispatcher does not change them. The paper's radar chart has no numbers; "
+        "`python -m benchmarks.reports` draws ours "
         "([picture](../benchmarks/accuracy.png)).",
         latency_commands, accuracy_tables, real=True,
     ),

@@ -80,7 +80,7 @@ device_options = options_of(DeviceFlags, "device")
 def recipe_options(
     kind: type, paper: Mapping[str, Any], implied: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {}
 ) -> Callable[[Command], Command]:
-    """Decorate a command with the options of a recipe, which it gets as ``recipe``; ``--recipe paper`` has the defaults ``paper``.
+    """Decorate a command with options of a recipe, which it gets as ``recipe``. ``paper``: the defaults of ``--recipe paper``.
 
     ``implied`` makes further defaults of the values of all options.
     """
@@ -96,9 +96,7 @@ def recipe_options(
 
 def bita_options(command: Command) -> Command:
     """Add the options of training BiTA; the command gets ``asked``, ``run``, ``recipe`` and ``device``."""
-    options = recipe_options(
-        BitaRecipe, PAPER_BITA, lambda values: {"prompt_tokens": 0} if values["prompting"] == "none" else {}
-    )
+    options = recipe_options(BitaRecipe, PAPER_BITA, lambda values: {"prompt_tokens": 0} if values["prompting"] == "none" else {})
     return options_of(TrainingPromptFlags, "asked")(run_options(options(device_options(command))))
 
 
