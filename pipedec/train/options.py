@@ -88,7 +88,7 @@ def recipe_options(
     def gather(values: dict[str, Any]) -> dict[str, Any]:
         defaults = paper if values.pop("defaults") == "paper" else {}
         given = {name: value for name, value in given_values(values).items() if name in values}
-        return {"recipe": kind(**(values | defaults | implied(values) | given))}
+        return {"recipe": kind(**{**values, **defaults, **implied(values), **given})}
 
     named = {"defaults": option("defaults", Literal["ours", "paper"], Help("Whose defaults.", flag="--recipe"), "ours")}
     return partial(with_options, declared={**named, **option_fields(kind)}, gather=gather)
