@@ -26,7 +26,7 @@ class MarkovHead(nn.Module):
         self._vocab_size, self._device = target.config.vocab_size, target.device
 
     def vectors(self, before: Tensor) -> Tensor:
-        """Of tokens [...], on the first stage: [..., r]."""
+        """[..., r] of tokens [...], on the first stage."""
         assert self._embeddings[0] is not None
         vectors: Tensor = self._embeddings[0][before].float() @ self.previous / self._norms[0]
         return vectors

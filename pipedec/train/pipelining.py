@@ -98,7 +98,7 @@ class MaskPipeline(nn.Module):
             (schedule.step if is_learning else schedule.eval)(target=numbers, number=numbers, return_outputs=False)
 
     def _message(self, is_learning: bool) -> tuple[Tensor, ...]:
-        """What goes from stage to stage, without memory: known to all of them, so nothing is pickled to find out."""
+        """Messages between stages, without memory: known to all of them, so nothing is pickled to find out."""
         tokens, masks = (max(getattr(rows, name).numel() for rows in self._batches) for name in ("tokens", "masks"))
         dtype, width, learns_masks = self.target.dtype, self.target.config.hidden_size, self.learned.masks.requires_grad
         kinds = [(tokens, width, dtype, False), (masks, width, dtype, learns_masks)]

@@ -137,10 +137,10 @@ def test_groups_hang_behind_places_that_have_a_label() -> None:
 def test_the_loss_is_that_of_equation_1(tmp_path: Path) -> None:
     """BiTA §3.1: −log P of each token that a group has to predict, by a forward of that group alone; their mean in a step."""
     target = save_tiny("llama", tmp_path, dtype=torch.float64).requires_grad_(False)
-    recipe = replace(RECIPE, groups=3, batch=len(SAMPLES))
-    learned = Learned(target, recipe.masks, recipe.prompt_tokens, "deep", 0.5, seed=0).double()
-    found = MaskSteps(target, learned, Continuations({"all": SAMPLES}, {}), recipe)(0)["loss"]
-    prompt, generator = learned.prompt_of(target), torch.Generator().manual_seed(recipe.seed * 1_000_003)
+    recipe, layers = replace(RECIPE, groups=3, batch=len(SAMPLES)), TargetLayers(target)
+    learned = Learned(layers, recipe.masks, recipe.prompt_tokens, "deep", 0.5, seed=0).double()
+    found = MaskSteps(MaskPipeline(layers, learned), Continuations({"all": SAMPLES}, {}), recipe)(0)["loss"]
+    prompt, generator = learned.prompt_of(layers), torch.Generator().manual_seed(recipe.seed * 1_000_003)
     losses = []
     for sample in [SAMPLES[number] for number in epoch_batch(0, len(SAMPLES), recipe.batch, recipe.seed)]:
         for place in draw_places(sample, recipe.groups, generator).tolist():
