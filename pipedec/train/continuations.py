@@ -172,12 +172,12 @@ def continued(
     batches = _batches(sorted(prompt_ids, key=len), batch_prompts, batch_tokens)
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
-        if replicas.shares(number) and not path.exists():
-            if target is None:
-                raise UserError(
-                    f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita "
-                    "--redis URL --run NAME --only-answers` from a running cluster, or without torchrun, with this --work"
-                )
+        if target is None and not path.exists():
+            raise UserError(
+                f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita --redis "
+                "URL --run NAME --only-answers` from a running cluster, or by one run without torchrun, with this --work"
+            )
+        if target is not None and replicas.shares(number) and not path.exists():
             sampling, prompts = SamplingParams(max_tokens=new_tokens), batches[number]
             if seed is not None:
                 sampling = replace(sampling, temperature=1.0, seed=seed * 1_000_003 + number)

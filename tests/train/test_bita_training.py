@@ -37,6 +37,7 @@ from pipedec.train.mask_rows import (
 )
 from pipedec.train.pipelining import MaskPipeline
 from pipedec.train.run import Figures, Run, TrainingLoop, epoch_batch
+from pipedec.train.targets import LoadedTarget
 
 CPU = torch.device("cpu")
 RECIPE = BitaRecipe(
@@ -241,14 +242,15 @@ def test_prompts_to_measure_on_are_always_the_same() -> None:
 
 def test_an_answer_is_greedy_whatever_the_checkpoint_recommends_and_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    asked = LoadedTarget(lambda _: target)
     target.generation_config.eos_token_id = None
-    endless = continued(target, [[1, 9, 30]], 24, tmp_path / "endless")[0].ids
+    endless = continued(asked, [[1, 9, 30]], 24, tmp_path / "endless")[0].ids
     assert len(endless) == 27
     target.generation_config.repetition_penalty = 50.0
     penalised = target.generate(torch.tensor([[1, 9, 30]]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
-    assert continued(target, [[1, 9, 30]], 24, tmp_path / "penalised")[0].ids == endless != penalised
+    assert continued(asked, [[1, 9, 30]], 24, tmp_path / "penalised")[0].ids == endless != penalised
     target.generation_config.eos_token_id = [299, endless[5]]
-    ended = continued(target, [[1, 9, 30]], 24, tmp_path / "ended")[0].ids
+    ended = continued(asked, [[1, 9, 30]], 24, tmp_path / "ended")[0].ids
     assert ended == endless[: endless.index(endless[5], 3) + 1] and len(ended) < 27
 
 
