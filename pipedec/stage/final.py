@@ -102,7 +102,7 @@ class FinalLane(Lane):
         self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
 
     def unread(self, hidden_RE: Tensor) -> Tensor:
-        """Of the rows that entered last those of the prompt, if their hidden states are requested; else none."""
+        """Those rows of the prompt that entered last, if their hidden states are requested; else none."""
         unread_RE = hidden_RE[: self._num_unread]
         self._num_unread -= len(unread_RE)
         return unread_RE
