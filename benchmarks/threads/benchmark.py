@@ -170,9 +170,13 @@ class LocalAnswers(ThreadAnswers):
         self._pipelines: dict[str, LocalPipeline] = {}
 
     def generate(self, request: PromptRequest, style: str) -> Row:
+        return self.styles[style].answer(self.pipeline(style), self.prompter, request)
+
+    def pipeline(self, style: str) -> LocalPipeline:
+        """The pipeline of a style's answers."""
         if style not in self._pipelines:
             self._pipelines[style] = LocalPipeline.load(self._spec)
-        return self.styles[style].answer(self._pipelines[style], self.prompter, request)
+        return self._pipelines[style]
 
 
 class ClusterAnswers(ThreadAnswers):
