@@ -13,7 +13,7 @@ from pipedec.config import Settings
 from pipedec.core.completion import Completion, Metrics
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.sampling import SamplingParams, StructuredOutputs, ThoughtForm
-from pipedec.core.stage_message import NewRequest
+from pipedec.core.stage_message import HiddenStates, NewRequest
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.messages.events import (
     AbortEvent,
@@ -24,6 +24,7 @@ from pipedec.messages.events import (
     CompletionEvent,
     ErrorEvent,
     Event,
+    HiddenStatesEvent,
     LoadedEvent,
     LogprobsEvent,
     OverranEvent,
@@ -187,6 +188,7 @@ THREADS = {"threads": [{"path": [0], "text": "a"}], "metrics": {"parallelism": 1
         TokensEvent([], "", [ThreadNews((), "a", "waiting", 3), ThreadNews((0, 1), "b", "ended", 0)]),
         LogprobsEvent([[(5, -0.5), (7, -9999.0)], []]),
         PromptLogprobsEvent([[(5, -0.5)], [(7, -9999.0), (5, -1.0)]]),
+        HiddenStatesEvent(HiddenStates("bfloat16", (b"\x00\xff", b"ab")), 3),
         TraceEvents([TraceEvent(-1, "1F1", "dec", 1_763_800_000_000_000, 1_763_800_000_000_001)]),
         OverranEvent([1, 5]),
         CacheSlotsEvent(2, 1024),

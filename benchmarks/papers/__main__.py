@@ -11,7 +11,7 @@ import click
 
 from benchmarks.output import check_known
 from benchmarks.papers import apar, bita, pasta, pipedec
-from benchmarks.papers.experiment import Absent, Experiment, Place, Result, measured, read_result, write_result
+from benchmarks.papers.experiment import CHECKOUT, Absent, Experiment, Place, Result, measured, read_result, write_result
 from benchmarks.papers.pages import page
 from pipedec.cli.benchmarks.shared import make_directory, print_files
 from pipedec.cli.options import RunningFlags, running_options
@@ -23,8 +23,7 @@ PAPERS = {"pipedec": pipedec, "bita": bita, "apar": apar, "pasta": pasta}
 ENTRIES: dict[str, Sequence[Experiment | Absent]] = {name: module.ENTRIES for name, module in PAPERS.items()}
 EXPERIMENTS = {one.name: one for entries in ENTRIES.values() for one in entries if isinstance(one, Experiment)}
 ABSENT = {one.name: one for entries in ENTRIES.values() for one in entries if isinstance(one, Absent)}
-_CHECKOUT = Path(__file__).resolve().parent.parent.parent
-SHIPPED, DOCS = Path(__file__).parent / "results", _CHECKOUT / "docs" / "papers"
+SHIPPED, DOCS = Path(__file__).parent / "results", CHECKOUT / "docs" / "papers"
 
 
 @dataclass(frozen=True)

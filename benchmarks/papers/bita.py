@@ -275,7 +275,9 @@ def _ablation(
     def tables(place: Place) -> list[Table]:
         found = choose(read_answers([place.directory(directory)]))
         ours = our_lines(found.answers, {one: label(value) for value, one in found.points.items()}, sets)
-        lines = [line for own in ours for line in (own, paper.get(own.label)) if line is not None]
+        lines: list[Line] = []
+        for own in ours:
+            lines += [own, paper[own.label]._replace(label=own.label)] if own.label in paper else [own]
         return [speedup_table(title.partition(": ")[2].partition(",")[0], lines)]
 
     return Experiment(name, title, differs, commands, tables, trains=trains, real=not trains)

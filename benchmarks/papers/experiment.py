@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,7 @@ from pipedec.bench.record import header, key_of
 from pipedec.cluster.processes import die_with_parent
 from pipedec.core.errors import PipedecError
 
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
 Words = list[str]  # a command line after ``python -m``
 
 
@@ -126,15 +128,16 @@ class Absent:
 def measured(experiment: Experiment, place: Place) -> Result:
     """The result of an experiment, which ``place`` keeps; known ones are read. Raises PipedecError if a command fails."""
     commands = [*experiment.commands(place)]
-    shown = [" ".join(words).replace(f"{place.out}/", "").replace(f"{place.data}/", "DATA/") for words in commands]
+    roots = {f"{place.out}/": "", f"{place.data}/": "DATA/", f"{CHECKOUT}/": ""}
+    shown = [reduce(lambda line, root: line.replace(root, roots[root]), roots, " ".join(words)) for words in commands]
     asked = key_of([experiment.name, place.size, shown])
     kept = place.out / "results" / f"{experiment.name}.json"
     if kept.is_file() and (found := read_result(kept)).asked == asked:
         return found
     for number, words in enumerate(commands, start=1):
-        console.print(f"{experiment.name}, {number} of {len(commands)}: {shown[number - 1]}", markup=False, soft_wrap=True)
         done = place.out / "done" / key_of([place.size, shown[number - 1]])  # perhaps by an experiment that shares the rows
         if not done.is_file():
+            console.print(f"{experiment.name}, {number} of {len(commands)}: {shown[number - 1]}", markup=False, soft_wrap=True)
             run(words, place.out / "logs" / f"{experiment.name}-{number}.txt")
             done.parent.mkdir(exist_ok=True)
             done.touch()

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import click
 from msgspec import Meta
@@ -37,6 +37,7 @@ from pipedec.plan.partition import Measured
 from pipedec.plan.partition import plan as make_plan
 from pipedec.plan.placement import spare_places
 from pipedec.plan.table import files_table, plan_table
+from pipedec.plan.training import training_table
 from pipedec.topology import rank_name
 
 Milliseconds = Annotated[float, Meta(gt=0)] | None
@@ -199,6 +200,9 @@ def plan(
         Annotated[float, Meta(gt=0)] | None,
         Help("Measured timesteps of a token of the default method there (default: an estimate).", "X"),
     ] = None,
+    train: Annotated[
+        Literal["bita"] | None, Help("Print what `pipedec train bita` needs on the GPUs of the stages instead.")
+    ] = None,
 ) -> None:
     """Print the layers, memory and expected time of every rank, and the expected time per token.
 
@@ -220,6 +224,15 @@ def plan(
             page.print(files_table(parts.keys(), needed_files(parts)))
             return
         made = make_plan(config, None, measured)
+    if train is not None:
+        from pipedec.train.bita import BitaRecipe  # which loads torch
+
+        recipe = BitaRecipe()
+        table, lacking = training_table(made, recipe.max_length, recipe.groups * recipe.masks, recipe.prompt_tokens)
+        page.print(table)
+        if lacking:
+            raise PipedecError(f"ranks {', '.join(map(str, lacking))} lack memory for training: use more or larger GPUs")
+        return
     page.print(plan_table(made, draft_top1))
     if made.problems:
         quantize = None if gpus is None else fitting_quantize(gpus_of(gpus), given, measured)

@@ -80,8 +80,10 @@ class Client:
         requests: Sequence[PromptRequest],
         on_text: Callable[[int, str], None] = lambda index, text: None,
         on_end: Callable[[int], None] = lambda index: None,
+        most: int | None = None,
     ) -> list[Reply]:
-        """Submit all requests at once and wait until every answer has ended, in any order. Returns the replies in their order.
+        """Submit all requests at once, or ``most`` at a time, and wait until every answer has ended, in any order. Returns the
+        replies in the order of the requests.
 
         A request that is refused or cancelled has an ``error``; the others continue. An exception in a callback cancels all.
 
@@ -94,18 +96,17 @@ class Client:
         """
         with self.cancelling():
             replies: list[Reply] = []
-            for index, request in enumerate(requests):
-                try:
-                    replies.append(self.submit(request, partial(on_text, index)))
-                except UserError as error:  # the queue is full
-                    replies.append(Reply(-1, error=error))
-            indices = {id(reply): index for index, reply in enumerate(replies)}
-            for index, reply in enumerate(replies):
-                if reply.has_ended:
-                    on_end(index)
-            while self._session.open:
-                for reply in self.read():
-                    on_end(indices[id(reply)])
+            while len(replies) < len(requests) or self._session.open:
+                index = len(replies)
+                if index < len(requests) and len(self._session.open) < (most or len(requests)):
+                    try:
+                        replies.append(self.submit(requests[index], partial(on_text, index)))
+                    except UserError as error:  # the queue is full
+                        replies.append(Reply(-1, error=error))
+                        on_end(index)
+                    continue
+                for ended in self.read():
+                    on_end(next(index for index, reply in enumerate(replies) if reply is ended))
         return replies
 
     def live(self) -> Iterator[Frame]:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError, RankLost, RequestFailed, UserError
+from pipedec.core.stage_message import HiddenStates
 from pipedec.messages.events import (
     AbortEvent,
     CacheSlotsEvent,
@@ -21,6 +22,7 @@ from pipedec.messages.events import (
     CompletionEvent,
     ErrorEvent,
     Event,
+    HiddenStatesEvent,
     LogprobsEvent,
     OverranEvent,
     PausedEvent,
@@ -100,6 +102,7 @@ class Reply:
         completion: the answer; None until it is complete.
         error: why it was refused, or that it was cancelled before it began; else None.
         trace: of a traced answer.
+        hidden_states: of the prompt's tokens, if requested.
         cache_slots: of a traced answer, the capacity of each stage's KV cache in rows.
         operation: the id with which its request was submitted.
         overran: timesteps in which a rank took longer than its emulated time.
@@ -113,6 +116,7 @@ class Reply:
     error: PipedecError | None = None
     operation: str = ""
     trace: list[TraceEvent] = field(default_factory=list)
+    hidden_states: HiddenStates = HiddenStates("", ())
     cache_slots: dict[int, int] = field(default_factory=dict)
     overran: set[int] = field(default_factory=set)
     arrivals: TokenArrivals = field(default_factory=TokenArrivals)
@@ -168,6 +172,8 @@ class Reply:
                 self._report(logprobs=new)
             case PromptLogprobsEvent(logprobs, index):
                 self._prompt_logprobs[index : index + len(logprobs)] = map(dict, logprobs)
+            case HiddenStatesEvent(HiddenStates(dtype, rows), index):
+                self.hidden_states = HiddenStates(dtype, self.hidden_states.rows[:index] + rows)
             case CompletionEvent():
                 self.completion = self._completed(event)
             case CancelledEvent():

@@ -162,6 +162,7 @@ class SamplingParams(Record, frozen=True):
         skip_special_tokens: special tokens are no text. Otherwise all are, except control tokens of decode threads.
         shown_special_tokens: ids of special tokens that are text although the others are skipped.
         prompt_logprobs: as ``logprobs``, for the tokens of the prompt. None returns none.
+        prompt_hidden_states: return the hidden states of the prompt's tokens after the final norm (``Reply.hidden_states``).
         structured_outputs: the required form of the answer; not with ``ignore_eos``. Tokens that it forbids are excluded
             before everything else. None for any text.
 
@@ -189,6 +190,7 @@ class SamplingParams(Record, frozen=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     shown_special_tokens: tuple[int, ...] = ()
+    prompt_hidden_states: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -218,6 +220,11 @@ class SamplingParams(Record, frozen=True):
         if self.seed is not None or not self.is_stochastic:
             return self
         return replace(self, seed=secrets.randbits(_GENERATED_SEED_BITS))
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether every token of the prompt must be computed, also where another request has cached it."""
+        return self.prompt_logprobs is not None or self.prompt_hidden_states
 
     @property
     def has_penalties(self) -> bool:

@@ -118,6 +118,18 @@ class NewRequest(Record, frozen=True):
 TokenLogprobs = tuple[tuple[tuple[Int64, float], ...], ...]  # by token: (token id, log-probability), the chosen one first
 
 
+class HiddenStates(Record, frozen=True, array_like=True):
+    """Hidden states of consecutive tokens after the final norm.
+
+    Attributes:
+        dtype: torch's name, such as ``bfloat16``.
+        rows: of each token E numbers, little-endian.
+    """
+
+    dtype: str
+    rows: tuple[bytes, ...]
+
+
 class Load(NamedTuple):
     """The work of one forward.
 
@@ -144,6 +156,7 @@ class RequestUpdate(Record, frozen=True, array_like=True):
         prompt_logprobs: from the last stage, while the prompt enters: the same for its next tokens, from the second on.
         slots: of every stage's KV pool, in addition to those that the request has. They are assigned before the rows.
         failure: what has gone wrong in a stage that has dropped the request's lane. Later ones pass it on to rank 0.
+        hidden_states: from the last stage, while the prompt enters: those of its next tokens, if requested.
     """
 
     number: Int64
@@ -154,6 +167,7 @@ class RequestUpdate(Record, frozen=True, array_like=True):
     slots: SlotRuns = ()
     prompt_logprobs: TokenLogprobs = ()
     failure: str | None = None
+    hidden_states: HiddenStates | None = None
 
 
 class Arrival(Protocol):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from pipedec.core.stage_message import EMPTY, Load, NewRequest, RequestUpdate, StageMessage, TokenLogprobs
+from pipedec.core.stage_message import EMPTY, HiddenStates, Load, NewRequest, RequestUpdate, StageMessage, TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.decoding.controller import TimestepTiming
 from pipedec.decoding.request import Request
@@ -92,15 +92,17 @@ class Advanced(Struct, frozen=True):
 
 
 class PromptScored(Struct, frozen=True):
-    """The log-probabilities of the next tokens of the prompt; each once.
+    """The log-probabilities of the next tokens of the prompt, or their hidden states; each once.
 
     Attributes:
-        first: index of the first of these tokens, counted from the second token of the prompt on.
+        first: index of the first of these tokens, counted from the second token of the prompt on; for hidden states from the
+            first.
     """
 
     request: Request
     first: int
     logprobs: TokenLogprobs
+    hidden_states: HiddenStates | None = None
 
 
 class RequestEnded(Struct, frozen=True):

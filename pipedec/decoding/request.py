@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -28,6 +28,8 @@ from pipedec.tree import apply_verdict, is_mask
 
 _DRAFTLESS = {"proposers": ["ngrams"]}  # options of the default method while it replaces one whose draft model is being loaded
 
+_T = TypeVar("_T")
+
 
 class Phase(Enum):
     """``PAUSING``: it waits, and some stages have yet to close its lane. The same holds for ``ENDED`` at first."""
@@ -44,6 +46,23 @@ class AnswerText(Protocol):
 
     def cut(self, verdict: Verdict) -> Verdict:
         """Read the accepted tokens. Returns the verdict, cut where the text ends the answer (stop strings)."""
+
+
+class OnceEach:
+    """Things in order that come again, from the first one on, whenever a lane is opened: only the new ones count."""
+
+    def __init__(self) -> None:
+        self._known = self._come = 0
+
+    def lane_opened(self) -> None:
+        self._come = 0
+
+    def new(self, things: tuple[_T, ...]) -> tuple[int, tuple[_T, ...]]:
+        """Those of the next ``things`` that have not come before, and the number of all before them."""
+        first, known = self._known, max(self._known - self._come, 0)
+        self._come += len(things)
+        self._known = max(first, self._come)
+        return first, things[known:]
 
 
 class Request:
@@ -70,8 +89,8 @@ class Request:
         is_known: whether the stages know of it. False after all lanes were lost.
         is_idle: whether no rows enter or are drafted before the next verdict.
         stays_draftless: whether it goes on without the draft model, since its own method needs more memory than there is.
-        num_scored: tokens of the prompt whose log-probabilities were reported; after a pause they come again.
-        num_rescored: of those, how many have come since the lane was opened.
+        scored: the log-probabilities of the prompt's tokens, which come again after a pause.
+        read: their hidden states, likewise.
     """
 
     def __init__(
@@ -79,8 +98,9 @@ class Request:
     ) -> None:
         if not asked.prompt_token_ids:
             raise UserError("the prompt is empty: give at least one token")
-        if asked.sampling.prompt_logprobs is not None and asked.threads is not None:
-            raise UserError("prompt_logprobs needs an answer in one thread: leave it, or threads, out")
+        if asked.sampling.computes_prompt and asked.threads is not None:
+            name = "prompt_hidden_states" if asked.sampling.prompt_hidden_states else "prompt_logprobs"
+            raise UserError(f"{name} needs an answer in one thread: leave it, or threads, out")
         self.asked = asked
         self.number = asked.number
         self.priority = asked.priority
@@ -93,7 +113,7 @@ class Request:
         self.waited = 0
         self.is_known = False
         self.stays_draftless = False
-        self.num_scored = self.num_rescored = 0
+        self.scored, self.read = OnceEach(), OnceEach()
         self.new_sequence = new_sequence
         self._resources = resources
         self._num_lanes = 0  # so far
@@ -107,7 +127,7 @@ class Request:
         """
         accepted = [] if self.sequence.can_fork else self.sequence.main.token_ids
         self.tokens = [*self.asked.prompt_token_ids, *accepted]
-        self.adopts: Sequence[int] = () if self.asked.sampling.prompt_logprobs is not None else self.tokens
+        self.adopts: Sequence[int] = () if self.asked.sampling.computes_prompt else self.tokens
         self.entered = self.drafted = self.past = self._adoptable = 0
         self.new_slots: SlotRuns = ()
         self.free_slots = 0
@@ -152,7 +172,8 @@ class Request:
             self.metrics.cached_tokens = min(lease.cached, self.sequence.prompt_length)
         self._num_lanes += 1
         self.entered = self.past = self._adoptable = lease.cached
-        self.num_rescored = 0
+        self.scored.lane_opened()
+        self.read.lane_opened()
         self.method.lane_opened()
         drafter, asked = self.method.drafter, self.asked
         self.drafted = len(self.tokens)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pipedec.core.errors import UserError
 from pipedec.core.limits import KNEE_ROWS
 from pipedec.core.request import TokenizedRequest
-from pipedec.core.stage_message import RequestUpdate, StageMessage
+from pipedec.core.stage_message import HiddenStates, RequestUpdate, StageMessage
 from pipedec.core.verdict import Verdict
 from pipedec.decoding.budget import Budget
 from pipedec.decoding.controller import EnteredCounts
@@ -277,13 +277,13 @@ class Scheduler:
             if verdict is not None and verdict.finished is not None and not verdict.tokens and verdict.failure is None:
                 self._lane_closed(result.number, request, verdict.finished)
             return None
-        if result.prompt_logprobs:
-            first = request.num_scored
-            known = max(first - request.num_rescored, 0)
-            request.num_rescored += len(result.prompt_logprobs)
-            request.num_scored = max(first, request.num_rescored)
-            if new := result.prompt_logprobs[known:]:
-                self.emit(PromptScored(request, first, new))
+        first, logprobs = request.scored.new(result.prompt_logprobs)
+        if logprobs:
+            self.emit(PromptScored(request, first, logprobs))
+        if (read := result.hidden_states) is not None:
+            first, rows = request.read.new(read.rows)
+            if rows:
+                self.emit(PromptScored(request, first, (), HiddenStates(read.dtype, rows)))
         if verdict is None:
             return None
         if verdict.failure is not None:

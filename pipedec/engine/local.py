@@ -65,6 +65,7 @@ class LocalAnswer:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the second token on
+    hidden_states: list[bytes] = field(default_factory=list)  # of the tokens of the prompt
     finished: str | None = None  # why it ended; None while it goes on
     failure: str | None = None  # what has gone wrong in a rank and has ended it
     is_closed: bool = False  # every stage has closed its lane
@@ -223,7 +224,9 @@ class LocalPipeline:
                 answer.logprobs += map(dict, record.logprobs)
                 answer.token_ids += record.verdict.tokens
             case PromptScored():
-                self.answers[record.request.number].prompt_logprobs += map(dict, record.logprobs)
+                answer = self.answers[record.request.number]
+                answer.prompt_logprobs += map(dict, record.logprobs)
+                answer.hidden_states += () if record.hidden_states is None else record.hidden_states.rows
             case RequestEnded():
                 answer = self.answers[record.request.number]
                 answer.finished, answer.failure = record.reason, record.failure

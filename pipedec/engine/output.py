@@ -11,7 +11,7 @@ from typing import Protocol
 
 from pipedec.core.completion import Completion
 from pipedec.core.request import TokenizedRequest
-from pipedec.core.stage_message import TokenLogprobs
+from pipedec.core.stage_message import HiddenStates, TokenLogprobs
 from pipedec.core.verdict import Verdict
 from pipedec.decoding import Request
 from pipedec.decoding.events import Advanced, Interrupted, PromptScored, Record, RequestClosed, RequestEnded, RequestOpened, Waits
@@ -20,6 +20,7 @@ from pipedec.messages.events import (
     CompletionEvent,
     ErrorEvent,
     Event,
+    HiddenStatesEvent,
     LogprobsEvent,
     PausedEvent,
     PromptLogprobsEvent,
@@ -148,8 +149,10 @@ class Publisher:
                     answer.resumes = None
             case Advanced(request):
                 self._posts.put(request.number, *answer_of(request).news(record.logprobs))
-            case PromptScored(request, first, logprobs):
+            case PromptScored(request, first, logprobs, None):
                 self._posts.put(request.number, PromptLogprobsEvent(list(map(list, logprobs)), first))
+            case PromptScored(request, first, _, HiddenStates() as hidden_states):
+                self._posts.put(request.number, HiddenStatesEvent(hidden_states, first))
             case RequestEnded(request):
                 answer = answer_of(request)
                 answer.last = self._last_event(record, answer)

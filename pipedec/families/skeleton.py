@@ -49,11 +49,11 @@ def stated_config(directory: Path) -> Any:
         raise UserError(f"neither pipedec nor the installed transformers can read it: {reason}") from None
 
 
-def skeleton(stated: Any, functions: str, dtype: Any = None) -> Any:
+def skeleton(stated: Any, functions: str | None, dtype: Any = None, experts: str | None = None) -> Any:
     """The model of transformers that a config describes, whose weights are on the meta device: they have shapes, but no memory.
 
     Buffers that are computed, such as frequencies, are real. ``functions``: the name under which transformers knows the attention
-    function of the text model, and the function of its experts.
+    function of the text model (None: its default), and the function of its experts unless ``experts`` names that.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -64,11 +64,15 @@ def skeleton(stated: Any, functions: str, dtype: Any = None) -> Any:
             is_weight = function in (torch.empty, torch.rand, torch.randn)
             return function(*args, **{**(kwargs or {}), **({"device": "meta"} if is_weight else {})})
 
-    own = functions if text_config(stated) is stated else {"text_config": functions}
+    of_attention, of_experts = (
+        name if name is None or text_config(stated) is stated else {"text_config": name}
+        for name in (functions, experts or functions)
+    )
     with WithoutWeights(), no_init_weights():
         model = auto_class(stated).from_config(
-            stated, dtype=dtype or torch.float32, attn_implementation=own, experts_implementation=own, trust_remote_code=False
-        )
+            stated, dtype=dtype or torch.float32, attn_implementation=of_attention, experts_implementation=of_experts,
+            trust_remote_code=False,
+        )  # fmt: skip
     for module in model.modules():  # weights made of zeros or ones, as frequencies may be
         for name, parameter in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))

@@ -10,6 +10,7 @@ import msgspec
 from pipedec.core.completion import Completion
 from pipedec.core.errors import PipedecError
 from pipedec.core.records import Record
+from pipedec.core.stage_message import HiddenStates
 from pipedec.messages.run import RankDescription
 from pipedec.tracing import TraceEvent
 
@@ -116,6 +117,16 @@ class PromptLogprobsEvent(EventRecord, frozen=True, tag="prompt_logprobs"):
     index: int = 0
 
 
+class HiddenStatesEvent(EventRecord, frozen=True, tag="hidden_states"):
+    """The hidden states of the next tokens of the prompt, of which the first has index 0. Later ones are void.
+
+    Large: Redis keeps those of a whole prompt, 4/3 of their bytes, until the client closes the answer.
+    """
+
+    hidden_states: HiddenStates
+    index: int = 0
+
+
 class TraceEvents(EventRecord, frozen=True, tag="trace"):
     """Tasks of one rank, or of the scheduler."""
 
@@ -172,8 +183,9 @@ class AbortEvent(EventRecord, frozen=True, tag="abort"):
 
 
 Event = (
-    TokensEvent | LogprobsEvent | PromptLogprobsEvent | TraceEvents | OverranEvent | CacheSlotsEvent | PausedEvent | ResumedEvent
-    | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent | LoadedEvent
+    TokensEvent | LogprobsEvent | PromptLogprobsEvent | HiddenStatesEvent | TraceEvents | OverranEvent | CacheSlotsEvent
+    | PausedEvent | ResumedEvent | CompletionEvent | ErrorEvent | CancelledEvent | AbortEvent | CardEvent | AddressEvent
+    | LoadedEvent
 )  # fmt: skip
 _decoder = msgspec.json.Decoder(Event)
 

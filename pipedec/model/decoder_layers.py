@@ -50,9 +50,13 @@ class DecoderLayers(StageLayers):
             hidden_RE, residual_RE = decoder.forward(hidden_RE, residual_RE, heads)
         return hidden_RE if residual_RE is None else hidden_RE.add_(residual_RE)
 
+    def normed(self, hidden_RE: Tensor) -> Tensor:
+        assert self._norm is not None
+        return self._norm(hidden_RE)
+
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        assert self._norm is not None and self._head_VE is not None
-        return self.products(self._norm(hidden_RE), self._head_VE)
+        assert self._head_VE is not None
+        return self.products(self.normed(hidden_RE), self._head_VE)
 
     def read(self, checkpoint: Checkpoint, progress: Progress) -> None:
         """A layer's matrices are packed as soon as they are complete, and the next ones take the memory that this leaves."""

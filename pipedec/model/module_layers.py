@@ -9,7 +9,7 @@ Shapes as in ``stage_model``.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial
@@ -66,7 +66,8 @@ class ModuleLayers(StageLayers):
         stack = self._module(self._names.layers)
         for number, layer in enumerate(stack):
             if number not in layers:
-                stack[number] = _Elsewhere(layer, config.returns_tuple, number == layers.start - 1)
+                received = (lambda: _forward.get().hidden_1RE) if number == layers.start - 1 else None
+                stack[number] = Elsewhere(layer, config.returns_tuple, received)
         for module in stack.modules():
             if hasattr(module, "layer_idx"):
                 module.pipedec_attend = self._attend
@@ -103,10 +104,14 @@ class ModuleLayers(StageLayers):
         hidden_1RE: Tensor = output.last_hidden_state
         return hidden_1RE[0]
 
+    def normed(self, hidden_RE: Tensor) -> Tensor:
+        normed_1RE: Tensor = self._norm(hidden_RE[None])
+        return normed_1RE[0]
+
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """By the model's own code after the final norm, which may scale or cap them."""
         hidden_1RE = hidden_RE[None]
-        self._normed.hidden_1RE = self._norm(hidden_1RE)
+        self._normed.hidden_1RE = self.normed(hidden_RE)[None]
         logits_1RV: Tensor = self._causal(inputs_embeds=hidden_1RE, use_cache=False).logits
         return logits_1RV[0]
 
@@ -324,20 +329,20 @@ class _Product(nn.Module):
         return self.matrix.product(rows, self.index)
 
 
-class _Elsewhere(nn.Module):
-    """Skips a layer of another stage. The last one before this stage's layers returns what enters them.
+class Elsewhere(nn.Module):
+    """Skips a layer of another stage. The last one before this stage's layers returns what enters them: what it has ``received``.
 
     It has the attributes of the layer, since the model may ask for its kind.
     """
 
-    def __init__(self, layer: nn.Module, returns_tuple: bool, is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, returns_tuple: bool, received: Callable[[], Tensor] | None) -> None:
         super().__init__()
         own = vars(self)
         own.update({name: value for name, value in vars(layer).items() if name not in own})
-        self._returns_tuple, self._is_last = returns_tuple, is_last
+        self._returns_tuple, self._received = returns_tuple, received
 
-    def forward(self, hidden_1RE: Tensor, *_: Any, **__: Any) -> Any:
-        skipped = _forward.get().hidden_1RE if self._is_last else hidden_1RE
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
+        skipped = hidden if self._received is None else self._received()
         return (skipped,) if self._returns_tuple else skipped
 
 

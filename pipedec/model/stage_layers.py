@@ -109,6 +109,10 @@ class StageLayers(ABC):
         """hidden_RE after all layers, whose keys and values are written to the pool. ``inputs`` as of ``StageModel.forward``."""
 
     @abstractmethod
+    def normed(self, hidden_RE: Tensor) -> Tensor:
+        """After the final norm, [R, E], on the last stage."""
+
+    @abstractmethod
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Final norm and head, [R, V], on the last stage."""
 

@@ -176,6 +176,11 @@ class StageModel:
         return attention, None if pool.states is None else TableRecurrence(tables, pool.states, lanes)
 
     @torch.inference_mode()
+    def normed(self, hidden_RE: Tensor) -> Tensor:
+        """After the final norm, [R, E], on the last stage."""
+        return self.stack.normed(hidden_RE)
+
+    @torch.inference_mode()
     def logits(self, hidden_RE: Tensor) -> Tensor:
         """Final norm and head, as float32 [R, V] (float64 stays float64). Raises ValueError unless this is the last stage."""
         if not self.is_last:

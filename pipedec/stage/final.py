@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pipedec.core.sampling import SamplingParams
-from pipedec.core.stage_message import NewRequest, RequestUpdate, Step
+from pipedec.core.stage_message import HiddenStates, NewRequest, RequestUpdate, Step
 from pipedec.core.verdict import Accepted, Verdict
 from pipedec.device import to_device, to_host
 from pipedec.model import FirstForward, KVCache, LaneRows
@@ -69,6 +69,7 @@ class FinalLane(Lane):
         self._forecasts = Forecasts(self._chooser, min(opening.tokens_per_mask, vocab_size)) if self._has_masks else None
         self._logprobs = None if sampling.logprobs is None else Logprobs(sampling.logprobs)
         self._prompt_logprobs = None if sampling.prompt_logprobs is None else PromptLogprobs(sampling.prompt_logprobs, length)
+        self._num_unread = length if sampling.prompt_hidden_states else 0  # tokens whose hidden states have yet to be read
         self._successors: list[int] = []  # the target's token after each of the N rows
         self._first_bad = torch.full((1,), torch.inf, device=device)  # the first stage with a row that was not finite
         self._stage = torch.full((1,), float(stage), device=device)
@@ -99,6 +100,12 @@ class FinalLane(Lane):
         """Note which stage, if any, was the first to compute one of these rows that is not finite (see ``marked``)."""
         stages_R = torch.where(hidden_RE.isnan().any(1), hidden_RE[:, 0].float(), torch.inf)
         self._first_bad = torch.minimum(self._first_bad, stages_R.amin(0, keepdim=True))
+
+    def unread(self, hidden_RE: Tensor) -> Tensor:
+        """Of the rows that entered last those of the prompt, if their hidden states are requested; else none."""
+        unread_RE = hidden_RE[: self._num_unread]
+        self._num_unread -= len(unread_RE)
+        return unread_RE
 
     def judge(self, logits_RV: Tensor, is_finite: bool = False) -> Tensor:
         """Choose the tokens after the ``num_judged`` rows, from their logits.
@@ -150,15 +157,16 @@ class FinalLane(Lane):
         stage_1 = torch.minimum(self._first_bad, self._stage)
         return torch.where(bad_R, _CORRUPTED - stage_1.nan_to_num(posinf=0).long(), token_ids_R)
 
-    def result(self, number: int, token_ids: list[int]) -> RequestUpdate | None:
+    def result(self, number: int, token_ids: list[int], read: HiddenStates | None = None) -> RequestUpdate | None:
         """The first verdict after the last chunk of the prefill; later the one on the rows computed so far.
 
         Args:
             token_ids: the result of ``judge``, read from the device; empty if no row needed logits.
+            read: the hidden states of the ``unread`` rows.
 
         Returns:
             the verdict with the requested log-probabilities of the accepted tokens, and of tokens of the prompt that have entered
-            since the last call; None without either.
+            since the last call, and ``read``; None without any.
         """
         if self._entered.visibility is not None:
             verdict = self._verdict(token_ids)
@@ -166,10 +174,10 @@ class FinalLane(Lane):
             verdict = self._first_verdict(token_ids[0], token_ids[1:]) if token_ids else None
         scored = () if self._prompt_logprobs is None else self._prompt_logprobs.pop_rows()
         if verdict is None:
-            return RequestUpdate(number, prompt_logprobs=scored) if scored else None
+            return RequestUpdate(number, prompt_logprobs=scored, hidden_states=read) if scored or read else None
         self.has_ended = verdict.finished is not None
         logprobs = () if self._logprobs is None else self._logprobs.pop_rows()
-        return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored)
+        return RequestUpdate(number, verdict=verdict, logprobs=logprobs, prompt_logprobs=scored, hidden_states=read)
 
     def _first_verdict(self, token: int, best: list[int]) -> Verdict:
         """The verdict after the prefill: one token, and the predictions of the masks after it."""
@@ -226,6 +234,11 @@ def _corruption(token: int) -> Verdict:
     return Verdict(finished="corrupted", failure=failure)
 
 
+def _hidden_states(hidden_RE: Tensor) -> HiddenStates:
+    rows = to_host(hidden_RE).contiguous().view(torch.uint8).numpy()
+    return HiddenStates(str(hidden_RE.dtype).removeprefix("torch."), tuple(row.tobytes() for row in rows))
+
+
 class FinalStageWorker(StageWorker):
     """The last stage L_n."""
 
@@ -250,14 +263,16 @@ class FinalStageWorker(StageWorker):
         self, updates: tuple[RequestUpdate, ...], steps: Mapping[int, Step], activations: Mapping[int, Tensor], is_finite: bool
     ) -> tuple[RequestUpdate, ...]:
         """The results: verdicts on requests that had rows, with log-probabilities if requested. There is none for a request whose
-        answer does not grow, unless there are log-probabilities of its prompt. A verdict without tokens reports that a lane is
+        answer does not grow, unless there is news of its prompt. A verdict without tokens reports that a lane is
         closed, to rank 0 and then to every stage.
         """
         ends = [(update.number, update.verdict.finished) for update in updates if update.verdict is not None]
         results = {number: RequestUpdate(number, verdict=Verdict((), reason)) for number, reason in ends if reason is not None}
         for number, token_ids in self._judge(activations, is_finite).items():
             with self._faults.of(number):
-                if (result := self._lane(number).result(number, token_ids)) is not None:
+                unread_RE = self._lane(number).unread(activations[number])
+                read = _hidden_states(self._model.normed(unread_RE)) if len(unread_RE) else None
+                if (result := self._lane(number).result(number, token_ids, read)) is not None:
                     results[number] = result
         failed = {update.number: update.failure for update in updates if update.failure} | self._faults.pop_failures()
         failures = {number: RequestUpdate(number, verdict=Verdict((), "failed", failure)) for number, failure in failed.items()}

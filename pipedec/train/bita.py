@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,20 +24,21 @@ from pipedec.core.values import check_fields
 from pipedec.families import model_config
 from pipedec.flags import Help
 from pipedec.model.bita import MAX_MASKS, BitaConfig, BitaWeights, check_attention, checked_bita
+from pipedec.plan.training import training_cut
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.markov import MarkovHead, markov_bias
 from pipedec.train.mask_rows import (
-    TOKENS_PER_FORWARD,
     Learned,
     MaskRows,
+    TargetLayers,
     draw_places,
-    mask_pass,
     mask_rows,
     places_of,
     sample_batches,
-    token_pass,
 )
+from pipedec.train.pipelining import MaskPipeline
 from pipedec.train.run import CARDS, Figures, Run, TrainingLoop, bita_cells, card, cosine_decay, epoch_batch, print_table, warm_up
+from pipedec.train.targets import FrozenTarget, LoadedTarget
 from pipedec.verify.reference import load_transformers
 
 _TREE_CANDIDATES = 5  # BiTA §4.1: candidates of each mask
@@ -96,6 +98,9 @@ def train_bita(
 ) -> dict[str, Any]:
     """Train and write ``run.out``: the weights in bfloat16, ``training.json`` and a model card; returns ``training.json``.
 
+    Several processes (``run.replicas``) are the stages of the target, of whose layers each reads its own; all of them need the
+    directory ``run.work``, the first one writes, and the others return {}.
+
     Args:
         start: a BiTA that was trained by this function: it only gets a new Markov table.
 
@@ -107,8 +112,13 @@ def train_bita(
     earlier = None if start is None else _earlier(start, target_path)
     if earlier is not None:
         recipe = replace(recipe, **{key: earlier["recipe"][key] for key in _OF_MASKS})
-    target = load_transformers(target_path, run.torch_dtype, run.device).requires_grad_(False)
-    answered = answer(target, prompts, recipe.new_tokens, run.work / "answers" / f"{name}-{run.dtype}-{recipe.new_tokens}")
+    together = run.replicas
+    if together.size > 1 and recipe.prompting == "shallow":
+        raise UserError("--prompting shallow needs all layers in one process: use deep or none, or train without torchrun")
+    span = training_cut(config, together.size)[together.rank] if together.size > 1 else None
+    load = cache(lambda: load_transformers(target_path, run.torch_dtype, run.device, span).requires_grad_(False))
+    answered = target_answers(LoadedTarget(lambda _: load()) if span is None else None, target_path, prompts, recipe, run)
+    target = TargetLayers(load(), span)
     samples = usable(answered, recipe.max_length)
     longest = samples.longest + recipe.masks
     windows = [layer.reach.size for layer in config.attention_layers if layer.reach is not None]
@@ -123,28 +133,40 @@ def train_bita(
             run.device
         )
         optimizer = torch.optim.AdamW(learned.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-        loop = TrainingLoop("bita", learned, [optimizer], run.work, identity, max_norm=None)
-        loop.run(recipe.steps, recipe.rate, MaskSteps(target, learned, samples, recipe))
+        loop = TrainingLoop("bita", learned, [optimizer], run.work, identity, max_norm=None, replicas=together)
+        loop.run(recipe.steps, recipe.rate, MaskSteps(MaskPipeline(target, learned, together), samples, recipe))
         weights = learned.rounded(target)
     else:
         weights = BitaWeights.load(start, config, range(config.num_hidden_layers), torch.bfloat16, run.device)
-    markov = _train_markov(target, weights, samples, recipe, run, identity) if recipe.markov_rank else {}
+    pipeline = MaskPipeline(target, Learned.frozen(target, weights), together)
+    markov = _train_markov(pipeline, samples, recipe, run, identity) if recipe.markov_rank else {}
+    held_out = evaluate(pipeline, samples.held_out, markov=markov)
+    if not together.is_first:
+        return {}
     weights.save(run.out, BitaConfig(name, recipe.masks, recipe.prompt_tokens, recipe.prompting, recipe.markov_rank), markov)
     report = {
         "recipe": asdict(recipe),
         "target": name,
         "parameters": weights.prompt.numel() + weights.masks.numel(),
         "markov_parameters": sum(tensor.numel() for tensor in markov.values()),
-        "target_parameters": target.num_parameters(),
+        "target_parameters": config.parameters,
         "markov_samples": {},  # if they are others
         "samples": {name: len(found) for name, found in samples.training.items()},
         "tokens": {name: sum(len(sample.ids) for sample in found) for name, found in samples.training.items()},
-        "held_out": evaluate(target, weights, samples.held_out, markov=markov),
+        "held_out": held_out,
     }
     if earlier is not None:
         report |= {"markov_samples": report["samples"]} | {key: earlier[key] for key in ("samples", "tokens")}
     run.write_report(report, card(CARDS / "bita.md.jinja", report))
     return report
+
+
+def target_answers(
+    target: FrozenTarget | None, path: Path, prompts: dict[str, SplitPrompts], recipe: BitaRecipe, run: Run
+) -> Continuations:
+    """The target's answers to all prompts, which ``run.work`` keeps. Raises UserError as ``answer``."""
+    store = run.work / "answers" / f"{fingerprint(path)}-{run.dtype}-{recipe.new_tokens}"
+    return answer(target, prompts, recipe.new_tokens, store, run.replicas)
 
 
 def _earlier(start: Path, target_path: Path) -> dict[str, Any]:
@@ -160,14 +182,15 @@ def _earlier(start: Path, target_path: Path) -> dict[str, Any]:
 
 
 def _train_markov(
-    target: Any, weights: BitaWeights, samples: Continuations, recipe: BitaRecipe, run: Run, identity: dict[str, Any]
+    pipeline: MaskPipeline, samples: Continuations, recipe: BitaRecipe, run: Run, identity: dict[str, Any]
 ) -> dict[str, Tensor]:
     """The tensors of a Markov table for these masks."""
+    target, learned, together = pipeline.target, pipeline.learned, pipeline.together
     head = MarkovHead(target, recipe.masks, recipe.markov_rank, recipe.seed).to(run.device)
     optimizer = torch.optim.AdamW(head.parameters(), lr=recipe.markov_learning_rate, weight_decay=0.01)
-    loop = TrainingLoop("markov", head, [optimizer], run.work, identity, max_norm=None)
-    loop.run(recipe.markov_steps, recipe.markov_rate, MaskSteps(target, Learned.frozen(target, weights), samples, recipe, head))
-    return head.rounded()
+    loop = TrainingLoop("markov", head, [optimizer], run.work, identity, max_norm=None, replicas=together)
+    loop.run(recipe.markov_steps, recipe.markov_rate, MaskSteps(MaskPipeline(target, learned, together, head), samples, recipe))
+    return head.rounded(together)
 
 
 def usable(answered: Continuations, max_length: int) -> Continuations:
@@ -186,10 +209,8 @@ def usable(answered: Continuations, max_length: int) -> Continuations:
 class MaskSteps:
     """The steps of a recipe: each adds the gradients of the mean loss of its samples' masks."""
 
-    def __init__(
-        self, target: Any, learned: Learned, samples: Continuations, recipe: BitaRecipe, markov: MarkovHead | None = None
-    ) -> None:
-        self._target, self._learned, self._recipe, self._markov = target, learned, recipe, markov
+    def __init__(self, pipeline: MaskPipeline, samples: Continuations, recipe: BitaRecipe) -> None:
+        self._pipeline, self._recipe = pipeline, recipe
         self._samples = [sample for found in samples.training.values() for sample in found]
 
     def __call__(self, step: int) -> Figures:
@@ -197,56 +218,65 @@ class MaskSteps:
 
         A mask without a label in this step has the share NaN.
         """
-        recipe = self._recipe
+        recipe, pipeline = self._recipe, self._pipeline
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         chosen = [self._samples[number] for number in epoch_batch(step, len(self._samples), recipe.batch, recipe.seed)]
         drawn: list[tuple[Continuation, Tensor]] = [(sample, draw_places(sample, recipe.groups, generator)) for sample in chosen]
-        parts = sample_batches(drawn, recipe.masks)
-        batches_of_rows = [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in parts]
-        num_labels = sum(int(rows.labelled.sum()) for rows in batches_of_rows)
-        total, correct, counts = 0.0, torch.zeros(recipe.masks), torch.zeros(recipe.masks)
-        for rows in batches_of_rows:
-            placed = rows.on(self._target.device)
-            past, prompt = token_pass(self._target, placed.tokens), self._learned.prompt_of(self._target)
-            logits = mask_pass(self._target, prompt, self._learned.masks, placed, past)
-            if self._markov is not None:
-                logits += markov_bias(self._markov.tensors(), placed.before[placed.labelled], placed.masks[placed.labelled])
-            labels = placed.labels[placed.labelled]
+        parts = sample_batches(drawn, recipe.masks, pipeline.batch_tokens)
+        batches = [mask_rows(*part, recipe.masks, recipe.prompt_tokens) for part in parts]
+        counts = torch.bincount(torch.cat([rows.masks[rows.labelled] for rows in batches]), minlength=recipe.masks)
+        num_labels = int(counts.sum())
+        figures = torch.zeros(1 + recipe.masks, dtype=torch.float64)  # the sum of losses; correct predictions of each mask
+
+        def loss_of(logits: Tensor, number: int) -> Tensor:
+            rows = batches[number]
+            labels = rows.labels[rows.labelled].to(logits.device)
             loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            (loss / num_labels).backward()
-            total += loss.item()
-            masks, is_correct = rows.masks[rows.labelled], logits.detach().argmax(-1) == labels
-            correct += torch.bincount(masks, is_correct.float().cpu(), minlength=recipe.masks)
-            counts += torch.bincount(masks, minlength=recipe.masks)
-        return {"loss": total / num_labels, "top1": [round(share, 4) for share in (correct / counts).tolist()]}
+            is_correct = (logits.detach().argmax(-1) == labels).float().cpu()
+            figures[0] += loss.item()
+            figures[1:] += torch.bincount(rows.masks[rows.labelled], is_correct, minlength=recipe.masks)
+            return loss / num_labels
+
+        pipeline.run(batches, loss_of, is_learning=True)
+        total, *correct = pipeline.together.total(figures.to(pipeline.target.device)).tolist()
+        shares = torch.tensor(correct) / counts
+        return {"loss": total / num_labels, "top1": [round(share, 4) for share in shares.tolist()]}
 
 
-@torch.no_grad()
 def evaluate(
-    target: Any, weights: BitaWeights, answered: dict[str, list[Continuation]], most: int = TOKENS_PER_FORWARD,
+    pipeline: MaskPipeline, answered: dict[str, list[Continuation]], most: int | None = None,
     markov: dict[str, Tensor] | None = None,
 ) -> dict[str, dict[str, Any]]:  # fmt: skip
-    """``guess_figures`` of every place of the samples, by set.
+    """``guess_figures`` of every place of the samples, by set, on all stages alike.
 
     Args:
-        most: tokens and mask rows of a forward pass.
+        pipeline: with weights that are learned.
+        most: tokens and mask rows of a forward pass; by default those of a training step's.
         markov: tensors of the Markov table, if there is one: the token before each mask's is the answer's.
     """
-    report = {}
-    for name, samples in track(answered.items(), "held out"):
+    report, learned, device = {}, pipeline.learned, pipeline.target.device
+    for name, samples in track(answered.items(), "held out", disable=not pipeline.together.is_first):
         drawn = [(sample, places_of(sample)) for sample in samples]
-        ranks, losses = [], []
-        for part in sample_batches(drawn, weights.num_masks, most):
-            rows = mask_rows(*part, weights.num_masks, weights.prompt.shape[3]).on(target.device)
-            logits = mask_pass(target, weights.prompt, weights.masks, rows, token_pass(target, rows.tokens))
+        parts = sample_batches(drawn, len(learned.masks), most or pipeline.batch_tokens)
+        batches = [mask_rows(*part, len(learned.masks), learned.prompt.shape[3]) for part in parts]
+        found = [torch.zeros(2, int(rows.labelled.sum()), device=device) for rows in batches]  # ranks and losses of labels
+
+        def measure(logits: Tensor, number: int, batches: list[MaskRows] = batches, found: list[Tensor] = found) -> Tensor:
+            rows = batches[number].on(device)
+            labels = rows.labels[rows.labelled]
             if markov:
                 logits += markov_bias(markov, rows.before[rows.labelled], rows.masks[rows.labelled])
-            labels = rows.labels[rows.labelled]
-            of_label = logits.gather(1, labels[:, None])
-            ranks.append(_by_group(rows, (logits > of_label).sum(1).float(), weights.num_masks))
-            losses.append(_by_group(rows, nn.functional.cross_entropy(logits, labels, reduction="none"), weights.num_masks))
-        if ranks:
-            report[name] = guess_figures(torch.cat(ranks).cpu(), torch.cat(losses).cpu())
+            ranks = (logits > logits.gather(1, labels[:, None])).sum(1)
+            found[number] = torch.stack((ranks, nn.functional.cross_entropy(logits, labels, reduction="none")))
+            return found[number]
+
+        pipeline.run(batches, measure, is_learning=False)
+        if batches:
+            values = pipeline.together.total(torch.cat(found, 1)).cpu().split([part.shape[1] for part in found], 1)
+            groups = [
+                [_by_group(rows, part, len(learned.masks)) for part in pair] for rows, pair in zip(batches, values, strict=True)
+            ]
+            report[name] = guess_figures(*(torch.cat(parts) for parts in zip(*groups, strict=True)))
     return report
 
 

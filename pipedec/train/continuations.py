@@ -15,20 +15,21 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from msgspec.structs import replace
 from rich.progress import Progress, track
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipedec.core.errors import UserError
+from pipedec.core.sampling import SamplingParams
 from pipedec.data import PromptSet, PromptSource
 from pipedec.text.prompt import Prompter
 from pipedec.text.tokenizer import Tokenizer
 from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import COLUMNS, Run, replacing
-from pipedec.verify.reference import load_transformers
+from pipedec.train.targets import FrozenTarget
 
 _HELD_OUT_ONE_IN = 20
 
@@ -79,14 +80,12 @@ def split(prompts: list[list[int]]) -> SplitPrompts:
     return SplitPrompts(shuffled[num_held_out:], shuffled[:num_held_out])
 
 
-Model = Any  # a causal language model of transformers, whose classes share no usable type
-
 BATCH_PROMPTS = 96
 BATCH_TOKENS = 16_384
 INVENTED, ON_TEXTS = "invented", "texts"  # names of sets of prompts
 _LONGEST = 96  # tokens of an invented prompt
 _ON_TEXTS_ONE_IN = 8
-_INVENTION = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}  # at 1 a small target loses its thread
+_INVENTION = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=_LONGEST)  # at 1 a small target loses its thread
 # How every second batch of invented requests begins; the target goes on with it.
 _OPENINGS = (
     "Translate from German to English:", "Write a Python function that", "Question:", "Explain", "Who", "How do I",
@@ -134,10 +133,13 @@ class Continuations:
 
 
 def answer(
-    target: Model, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE, drawn: int = 0
-) -> Continuations:
+    target: FrozenTarget | None, prompts: dict[str, SplitPrompts], new_tokens: int, work: Path, replicas: Replicas = ALONE,
+    drawn: int = 0,
+) -> Continuations:  # fmt: skip
     """The target's greedy answers to all prompts, and ``drawn`` sampled ones to each, with temperature 1; ``work`` keeps them, so
     that a second run does not generate them again. Sampled answers to held-out prompts are a set of their own.
+
+    Raises UserError if ``work`` holds answers to other prompts, or not all without a ``target`` (None) to generate them.
     """
 
     def answers(prompt_ids: list[list[int]], folder: str, name: str, seed: int | None = None) -> list[Continuation]:
@@ -155,13 +157,13 @@ def answer(
 
 
 def continued(
-    target: Model, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE, seed: int | None = None,
-    batch_prompts: int = BATCH_PROMPTS, batch_tokens: int = BATCH_TOKENS,
+    target: FrozenTarget | None, prompt_ids: list[list[int]], new_tokens: int, store: Path, replicas: Replicas = ALONE,
+    seed: int | None = None, batch_prompts: int = BATCH_PROMPTS, batch_tokens: int = BATCH_TOKENS,
 ) -> list[Continuation]:  # fmt: skip
     """The target's continuations of all prompts, shortest prompts first; ``store`` keeps one file per batch.
 
     Several processes share the batches, which have at most ``batch_prompts`` prompts and ``batch_tokens`` tokens with their
-    padding; all of them read ``store``. Raises UserError if ``store`` holds continuations of other prompts.
+    padding; all of them read ``store``. Raises UserError as ``answer``.
 
     Args:
         seed: of tokens that are drawn with temperature 1; None for greedy continuations.
@@ -170,14 +172,20 @@ def continued(
     batches = _batches(sorted(prompt_ids, key=len), batch_prompts, batch_tokens)
     paths = [store / f"{number:04}.safetensors" for number in range(len(batches))]
     for number, path in enumerate(track(paths, f"continuations: {store.name}", disable=not replicas.is_first)):
-        if replicas.shares(number) and not path.exists():
+        if target is None and not path.exists():
+            raise UserError(
+                f"{path.parent} lacks answers, which a stage cannot generate: gather them first, by `pipedec train bita --redis "
+                "URL --run NAME --only-answers` from a running cluster, or by one run without torchrun, with this --work"
+            )
+        if target is not None and replicas.shares(number) and not path.exists():
+            sampling, prompts = SamplingParams(max_tokens=new_tokens), batches[number]
             if seed is not None:
-                torch.manual_seed(seed * 1_000_003 + number)
-            generated = list(_generate(target, batches[number], new_tokens, seed is not None))
+                sampling = replace(sampling, temperature=1.0, seed=seed * 1_000_003 + number)
+            generated = [ids + new for ids, new in zip(prompts, target.generate(prompts, sampling), strict=True)]
             tensors = {
-                "ids": torch.tensor([token for one in generated for token in one.ids]),
-                "lengths": torch.tensor([len(one.ids) for one in generated]),
-                "prompt_lengths": torch.tensor([one.prompt_length for one in generated]),
+                "ids": torch.tensor([token for ids in generated for token in ids]),
+                "lengths": torch.tensor([len(ids) for ids in generated]),
+                "prompt_lengths": torch.tensor([len(ids) for ids in prompts]),
             }
             with replacing(path) as unfinished:
                 save_file(tensors, unfinished)
@@ -203,38 +211,14 @@ def _batches(ordered: list[list[int]], most_prompts: int, most_tokens: int) -> l
     return batches
 
 
-@torch.no_grad()
-def _generate(target: Model, batch: list[list[int]], new_tokens: int, draws: bool) -> Iterator[Continuation]:
-    """One batch through transformers' ``generate``, padded on the left."""
-    ends = end_tokens(target)
-    pad = target.config.get_text_config().pad_token_id or 0
-    longest = max(map(len, batch))
-    ids_BT = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in batch], device=target.device)
-    mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in batch], device=target.device)
-    how = {"max_new_tokens": new_tokens, "repetition_penalty": 1.0, "use_cache": True, "pad_token_id": pad}
-    how |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if draws else {"do_sample": False}
-    output_BT = target.generate(ids_BT, attention_mask=mask_BT, **how)
-    for prompt, row in zip(batch, output_BT[:, longest:].tolist(), strict=True):
-        length = next((place for place, token in enumerate(row, start=1) if token in ends), len(row))
-        yield Continuation(prompt + row[:length], len(prompt))
-
-
-def end_tokens(target: Model) -> frozenset[int]:
-    """The tokens that end an answer of ``generate``: its generation config names one, several or none."""
-    named = target.generation_config.eos_token_id
-    return frozenset() if named is None else frozenset(named) if isinstance(named, list) else frozenset([named])
-
-
 def invented_sets(
-    target_path: Path, prompter: Prompter, count: int, new_tokens: int, run: Run, seed: int = 0
+    target: FrozenTarget, prompter: Prompter, count: int, new_tokens: int, run: Run, seed: int = 0
 ) -> dict[str, SplitPrompts]:
     """``count`` prompts that the target invents, as token ids; one in eight gives it texts of its own to work on. Raises
     UserError as ``invented_prompts``.
     """
     if count < 1:
         raise UserError(f"--invented must be at least 1, not {count}")
-    torch.set_num_threads(run.threads)
-    target = load_transformers(target_path, run.torch_dtype, run.device)
     num_on_texts = count // _ON_TEXTS_ONE_IN
     found = invented_prompts(target, prompter.tokenizer, count - num_on_texts, seed, run.work / INVENTED, run.replicas)
     texts = {prompter.token_ids(text, False, new_tokens): text for text in found.prompts}
@@ -266,7 +250,7 @@ def _about_texts(answered: list[tuple[str, str]], count: int, rng: random.Random
 
 
 def invented_prompts(
-    target: Model, tokenizer: Tokenizer, count: int, seed: int, store: Path, replicas: Replicas = ALONE
+    target: FrozenTarget, tokenizer: Tokenizer, count: int, seed: int, store: Path, replicas: Replicas = ALONE
 ) -> PromptSet:
     """``count`` different prompts, drawn from the target; ``store`` keeps one file per batch, from which a second run goes on.
 
@@ -296,15 +280,9 @@ def invented_prompts(
     raise UserError(f"the target invented only {len(found)} prompts: give --prompts FILE instead")
 
 
-@torch.no_grad()
-def _invent(target: Model, tokenizer: Tokenizer, before: str, opening: str, seed: int) -> list[str]:
+def _invent(target: FrozenTarget, tokenizer: Tokenizer, before: str, opening: str, seed: int) -> list[str]:
     """The prompts of one batch that came to an end."""
-    torch.manual_seed(seed)
     before_ids = tokenizer.encode(before + opening, add_special_tokens=False)
-    ids = torch.tensor([before_ids] * BATCH_PROMPTS, device=target.device)
-    pad = target.config.get_text_config().pad_token_id or 0
-    how: dict[str, Any] = {"max_new_tokens": _LONGEST, "use_cache": True, "pad_token_id": pad}
-    output = target.generate(ids, attention_mask=torch.ones_like(ids), **how, **_INVENTION)
-    ends = end_tokens(target)
-    rows = (row[: min(map(row.index, ends & set(row)))] for row in output[:, len(before_ids) :].tolist() if ends & set(row))
-    return [text for row in rows if (text := (opening + tokenizer.decode(row)).strip())]
+    rows = target.generate([before_ids] * BATCH_PROMPTS, replace(_INVENTION, seed=seed))
+    ended = (row[:-1] for row in rows if len(row) < _LONGEST)
+    return [text for row in ended if (text := (opening + tokenizer.decode(row)).strip())]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pipedec.core.errors import UserError
 from pipedec.model import DraftVocabulary
-from pipedec.train.continuations import Model
 from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import replacing
+from pipedec.train.targets import FrozenTarget
 
 MOST_LIKELY = 64  # tokens of the target that are kept; the others are noise to a draft
 _ROWS = 64  # per file
@@ -91,15 +91,19 @@ def mean_loss(
 
 
 @torch.no_grad()
-def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = ALONE) -> TargetMemory:
-    """The target's predictions after all tokens of the rows; ``store`` keeps one file per 64 rows, which several processes share.
+def remember(
+    target: FrozenTarget, head: Callable[[Tensor], Tensor], ids_RT: Tensor, store: Path, replicas: Replicas = ALONE
+) -> TargetMemory:
+    """The target's predictions after all tokens of the rows, by its output embeddings (``head``). ``store`` keeps one file per 64
+    rows, which several processes share.
+
     Raises UserError if it holds other rows, or files of an earlier version.
     """
     store.mkdir(parents=True, exist_ok=True)
     pieces = [(store / f"{number:04}.safetensors", ids) for number, ids in enumerate(ids_RT.split(_ROWS))]
     for number, (path, ids) in enumerate(track(pieces, f"predictions: {store.name}", disable=not replicas.is_first)):
         if replicas.shares(number) and not path.exists():
-            found = TargetMemory.joined([_predictions(target, part) for part in ids.split(8)])
+            found = TargetMemory.joined([_predictions(target.hidden_states(part), head) for part in ids.split(8)])
             with replacing(path) as unfinished:
                 save_file({"ids": ids.clone(), **vars(found)}, unfinished)
     replicas.wait()
@@ -112,11 +116,10 @@ def remember(target: Model, ids_RT: Tensor, store: Path, replicas: Replicas = AL
     return TargetMemory.joined(parts)
 
 
-def _predictions(target: Model, ids_BT: Tensor) -> TargetMemory:
-    hidden_BTE = target.get_decoder()(input_ids=ids_BT.to(target.device), use_cache=False).last_hidden_state
+def _predictions(hidden_BTE: Tensor, head: Callable[[Tensor], Tensor]) -> TargetMemory:
     tokens, probabilities = [], []
     for hidden_TE in hidden_BTE:  # one by one: V is large
-        logits_TV = target.get_output_embeddings()(hidden_TE).float()
+        logits_TV = head(hidden_TE).float()
         top = logits_TV.topk(min(MOST_LIKELY, logits_TV.shape[-1]))
         tokens.append(top.indices.int())
         probabilities.append((top.values - logits_TV.logsumexp(-1, keepdim=True)).exp().half())

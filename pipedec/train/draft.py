@@ -23,18 +23,20 @@ from transformers import AutoConfig, LlamaForCausalLM
 from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
 from pipedec.core.values import check_fields
+from pipedec.families import model_config
 from pipedec.families.llama import LlamaConfig
 from pipedec.flags import Help
 from pipedec.gguf import write_quantized
 from pipedec.model import DraftVocabulary
-from pipedec.text.prompt import load_tokenizer, vocabulary_digest
+from pipedec.text.prompt import end_token_ids, load_tokenizer, vocabulary_digest
 from pipedec.text.tokenizer import Tokenizer, load_for_training
-from pipedec.train.acceptance import measure_acceptance
-from pipedec.train.continuations import Continuation, Continuations, Model, SplitPrompts, answer
+from pipedec.train.acceptance import measure_acceptance, some_answers
+from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, answer
 from pipedec.train.distillation import MOST_LIKELY, DistillationRows, TargetMemory, mean_loss, remember
 from pipedec.train.measuring import HeldOut, MeasuredDraft, OnText, acceptance
 from pipedec.train.replicas import ALONE, Replicas
 from pipedec.train.run import CARDS, Run, TrainingLoop, card, linear_decay, muon_and_adamw, warm_up
+from pipedec.train.targets import FrozenTarget, LoadedTarget, Model, output_embeddings, read_tensors
 from pipedec.verify.reference import load_transformers
 
 HEAD_DIM = 64
@@ -78,17 +80,18 @@ def frequent_tokens(learned: list[Continuation], count: int, tokenizer: Tokenize
     return DraftVocabulary.create(tokens, vocab_size, vocabulary_digest(tokenizer))
 
 
-def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | None, seed: int, out: Path) -> Path:
+def new_draft(target: Path, shape: DraftShape, vocabulary: DraftVocabulary | None, seed: int, out: Path) -> Path:
     """Write a draft that has learned nothing yet to ``out``, its vocabulary beside it; returns ``out``."""
     torch.manual_seed(seed)
-    embedding_VE: Tensor = target.get_input_embeddings().weight.detach().float()
+    of_target = model_config(target)
+    (embedding_VE,) = read_tensors(target, of_target.embedding_tensors(), torch.float32)
     embedding_DE = embedding_VE if vocabulary is None else embedding_VE[vocabulary.tokens.clamp(min=0)]
     size = shape.model_config(len(embedding_VE))
     config = AutoConfig.for_model(
         size.model_type, vocab_size=len(embedding_DE), hidden_size=size.hidden_size, intermediate_size=size.intermediate_size,
         num_hidden_layers=size.num_hidden_layers, num_attention_heads=size.num_attention_heads,
         num_key_value_heads=size.kv_heads, head_dim=HEAD_DIM,
-        max_position_embeddings=target.config.get_text_config().max_position_embeddings, rope_parameters=_ROPE,
+        max_position_embeddings=of_target.max_position_embeddings, rope_parameters=_ROPE,
         tie_word_embeddings=True, initializer_range=_STD, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     draft = LlamaForCausalLM(config)
@@ -99,7 +102,7 @@ def new_draft(target: Model, shape: DraftShape, vocabulary: DraftVocabulary | No
     missing = shape.hidden_size - found.shape[1]  # where the draft is wider than its target
     found = torch.nn.functional.pad(found, (0, max(missing, 0)))
     draft.get_input_embeddings().weight.data.copy_(found * (_STD / found.std()))
-    draft.generation_config.eos_token_id = target.generation_config.eos_token_id
+    draft.generation_config.eos_token_id = list(end_token_ids(target)) or None
     draft.save_pretrained(out)
     if vocabulary is not None:
         vocabulary.save(out)
@@ -163,7 +166,7 @@ class Text:
 
 def train_draft(
     target_path: Path, start: Path | DraftShape, prompts: dict[str, SplitPrompts], recipe: DraftRecipe, run: Run,
-    text: Text | None = None, compiled: bool = True,
+    text: Text | None = None, compiled: bool = True, target: FrozenTarget | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train a draft and write it to ``run.out/draft`` as ``recipe.weights`` says; returns what was measured.
 
@@ -175,14 +178,16 @@ def train_draft(
     Args:
         start: the directory of a draft to continue, or the size of a new one.
         compiled: use torch.compile, which needs a C++ compiler.
+        target: the same as at ``target_path``, of which only embeddings are read then; None to load it in this process.
 
     Raises UserError if ``run.work`` belongs to another run, or the answers fill no row; RankLost if another process of this
     training has ended.
     """
     torch.set_num_threads(run.threads)
-    target = load_transformers(target_path, run.torch_dtype, run.device)
+    target = target or LoadedTarget.of(target_path, run)
     answered = answer(target, prompts, recipe.new_tokens, run.work, run.replicas, recipe.drawn)
-    draft_path = start if isinstance(start, Path) else _begin(target, target_path, start, answered, recipe.seed, run)
+    decoded = some_answers(target, prompts, recipe.new_tokens, run)
+    draft_path = start if isinstance(start, Path) else _begin(target_path, start, answered, recipe.seed, run)
     rows = {} if text is None else {"text": Rows(text.rows, torch.zeros_like(text.rows, dtype=torch.bool))}
     for name, found in answered.training.items():
         length = recipe.row_length(name)
@@ -190,7 +195,7 @@ def train_draft(
         if len(packed.ids):
             rows[name] = packed
     few = {name: found[:SCORED_ANSWERS] for name, found in answered.held_out.items()}
-    draft, seen_tokens = learn(target_path, draft_path, rows, few, recipe, run, compiled)
+    draft, seen_tokens = learn(target_path, target, draft_path, rows, few, recipe, run, compiled)
     if not run.replicas.is_first:
         return {}
     out = run.out / "draft"
@@ -208,9 +213,11 @@ def train_draft(
         "row_tokens": {name: found.ids.numel() for name, found in rows.items()},
         "seen_tokens": seen_tokens,
     }
-    held_out = HeldOut(target, answered.held_out, None if text is None else text.measured)
+    held_out = HeldOut(
+        model_config(target_path).vocab_size, answered.held_out, None if text is None else text.measured, run.device
+    )
     report = _report(draft_path, target_path, out, continuation, held_out)
-    measure_acceptance(target_path, out, prompts, recipe.new_tokens, out)
+    measure_acceptance(target_path, out, decoded, out)
     run.write_report(report, card(CARDS / "draft.md.jinja", report))
     return report
 
@@ -239,10 +246,10 @@ def _report(old: Path, target: Path, new: Path, continuation: dict[str, Any], he
     return report | {"continuations": continuations}
 
 
-def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations, seed: int, run: Run) -> Path:
+def _begin(target: Path, shape: DraftShape, answered: Continuations, seed: int, run: Run) -> Path:
     """A new draft in ``run.work``, the same whenever it is made."""
     learned = [found for part in answered.training.values() for found in part]
-    tokenizer, size = load_tokenizer(path), target.config.get_text_config().vocab_size
+    tokenizer, size = load_tokenizer(target), model_config(target).vocab_size
     vocabulary = None if shape.vocabulary is None else frequent_tokens(learned, shape.vocabulary, tokenizer, size)
     path = run.work / "new" / "draft"
     if run.replicas.is_first:
@@ -252,19 +259,18 @@ def _begin(target: Model, path: Path, shape: DraftShape, answered: Continuations
 
 
 def learn(
-    target_path: Path, draft_path: Path, rows: dict[str, Rows], held_out: dict[str, list[Continuation]], recipe: DraftRecipe,
-    run: Run, compiled: bool,
+    target_path: Path, target: FrozenTarget, draft_path: Path, rows: dict[str, Rows], held_out: dict[str, list[Continuation]],
+    recipe: DraftRecipe, run: Run, compiled: bool,
 ) -> tuple[Model, int]:  # fmt: skip
     """The draft after ``recipe.steps`` steps over all rows, which are shuffled again for each pass, or after as many as give the
     highest ``acceptance`` of held-out answers; and the tokens of all steps. Raises UserError if there are no rows.
     """
     if not rows:
         raise UserError(f"nothing to learn from: the answers fill no row of {recipe.length} tokens: give more prompts")
-    target = load_transformers(target_path, torch.bfloat16, run.device)
     draft = load_transformers(draft_path, torch.float32, run.device)
-    sizes = draft.config.vocab_size, target.config.get_text_config().vocab_size
-    vocabulary = DraftVocabulary.between(draft_path, *sizes, run.device)
-    short, long = (_lesson(target, rows, length, recipe, run, vocabulary) for length in (recipe.length, recipe.long_length))
+    vocabulary = DraftVocabulary.between(draft_path, draft.config.vocab_size, model_config(target_path).vocab_size, run.device)
+    memory = partial(remember, target, output_embeddings(target_path, run.device), replicas=run.replicas)
+    short, long = (_lesson(memory, rows, length, recipe, run, vocabulary) for length in (recipe.length, recipe.long_length))
     num_long = 0 if not len(long.ids) else recipe.long_batch if len(short.ids) else recipe.batch
     counts = (len(short.ids), recipe.batch - num_long), (len(long.ids), num_long)
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -304,17 +310,18 @@ def row_steps(
 
 
 def _lesson(
-    target: Model, rows: dict[str, Rows], length: int, recipe: DraftRecipe, run: Run, vocabulary: DraftVocabulary | None
-) -> DistillationRows:
-    """All rows of one length, with the target's predictions at their tokens."""
+    memory: Callable[[Tensor, Path], TargetMemory], rows: dict[str, Rows], length: int, recipe: DraftRecipe, run: Run,
+    vocabulary: DraftVocabulary | None,
+) -> DistillationRows:  # fmt: skip
+    """All rows of one length, with the target's predictions at their tokens, which ``memory`` keeps in a directory."""
     found = {name: part for name, part in rows.items() if recipe.row_length(name) == length}
     if not found:
         nothing = torch.empty(0, length, MOST_LIKELY)
         return DistillationRows(nothing[..., 0].long(), nothing[..., 0], TargetMemory(nothing.int(), nothing.half()), vocabulary)
     store = run.work / "predictions"
-    memory = TargetMemory.joined([remember(target, part.ids, store / name, run.replicas) for name, part in found.items()])
+    remembered = TargetMemory.joined([memory(part.ids, store / name) for name, part in found.items()])
     ids, own = (torch.cat([getattr(part, key) for part in found.values()]) for key in ("ids", "before_own"))
-    return DistillationRows(ids, 1 + own * (recipe.answer_weight - 1), memory, vocabulary)
+    return DistillationRows(ids, 1 + own * (recipe.answer_weight - 1), remembered, vocabulary)
 
 
 def _shuffled(num_rows: int, steps: int, batch: int, generator: torch.Generator) -> Tensor:

@@ -1,4 +1,5 @@
-"""BiTA's rows and parameters (BiTA §3.1): groups of masks after places of samples, and the two forward passes that compute them.
+"""BiTA's rows and parameters (BiTA §3.1): groups of masks after places of samples, and the two forward passes that compute them
+in all layers of a target or in those of a stage.
 
 Rows, positions and visibility come from ``pipedec.tree``, as in decoding. Knows transformers' models and caches, but no losses,
 steps or files. Shapes: B samples, T tokens of the longest, R maximum mask rows of a sample, G groups, M masks in a group,
@@ -7,15 +8,16 @@ Q tokens of the learned prompt; L layers, K key-value heads, D head size, E hidd
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
 
+from pipedec.checkpoints import LayerSpan
+from pipedec.families.skeleton import module_cache
 from pipedec.model.bita import BitaWeights
 from pipedec.train.continuations import Continuation
 from pipedec.tree.masks import is_mask, mask_groups, visible_slots
@@ -23,7 +25,7 @@ from pipedec.tree.prediction_tree import PredictionTree
 
 NO_LABEL = -100
 TOKENS_PER_FORWARD = 2048
-Past = list[tuple[Tensor, Tensor]]  # keys and values of every layer, [B, K, T, D] each
+Past = dict[int, tuple[Tensor, Tensor]]  # keys and values of each of the layers, by its number, [B, K, T, D] each
 
 
 @dataclass(frozen=True)
@@ -116,84 +118,107 @@ def sample_batches(
         yield [found for found, _ in piece], [at for _, at in piece]
 
 
+class TargetLayers:
+    """The layers of a frozen target on this stage: all of them, or those of a ``span`` (see ``load_transformers``)."""
+
+    def __init__(self, target: Any, span: LayerSpan | None = None) -> None:
+        self._target, self.config = target, target.config.get_text_config()
+        self.span = span or LayerSpan(range(self.config.num_hidden_layers), True, True)
+        self.dtype: torch.dtype = target.dtype
+        self.device = next(target.get_decoder().parameters()).device
+        self.inputs: Tensor | None = target.get_input_embeddings().weight if self.span.first else None  # [V, E]
+        self.outputs: Tensor | None = target.get_output_embeddings().weight if self.span.last else None  # [V, E]
+
+    def prompt_shape(self, num_prompt_tokens: int) -> tuple[int, ...]:
+        """[L, 2, K, Q, D] of the whole target."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return config.num_hidden_layers, 2, config.num_key_value_heads, num_prompt_tokens, head_dim
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """[B, T, E], on the first stage."""
+        hidden: Tensor = self._target.get_input_embeddings()(tokens_BT)
+        return hidden
+
+    def token_pass(self, hidden_BTE: Tensor, **rows: Tensor) -> tuple[Tensor, Past]:
+        """The ordinary rows after these layers, and their keys and values. They attend to neither masks nor prompt, so training
+        does not change them: compute them without gradients.
+        """
+        past: Past = {}
+
+        def update(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            past[layer] = keys, values
+            return keys, values
+
+        return self._computed(hidden_BTE, update, **rows), past
+
+    def mask_pass(self, hidden_BRE: Tensor, prompt: Tensor, rows: MaskRows, past: Past) -> Tensor:
+        """The mask rows after these layers, [B, R, E]. Gradients flow into ``prompt``, of all layers, and ``hidden_BRE``."""
+
+        def update(keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+            learned = prompt[layer].to(self.dtype)[:, None].expand(-1, len(keys), -1, -1, -1)
+            return torch.cat((learned[0], past[layer][0], keys), 2), torch.cat((learned[1], past[layer][1], values), 2)
+
+        return self._computed(hidden_BRE, update, position_ids=rows.positions, attention_mask=rows.visible[:, None])
+
+    def logits(self, hidden_BRE: Tensor, rows: MaskRows) -> Tensor:
+        """Logits of the rows with a label, in order: [labelled, V], on the last stage."""
+        logits: Tensor = self._target.get_output_embeddings()(hidden_BRE[rows.labelled]).float()
+        return logits
+
+    def folded(self, embeddings_QE: Tensor) -> Tensor:
+        """Keys and values that all layers compute from prompt embeddings, with causal attention, all at position 0:
+        [L, 2, K, Q, D].
+
+        The rotary embedding is the identity at position 0, so these keys are like those of a ``deep`` prompt.
+        """
+        num_tokens, device = len(embeddings_QE), embeddings_QE.device
+        if not num_tokens:
+            return embeddings_QE.new_zeros(self.prompt_shape(0))
+        visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+        position_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
+        embeddings_1QE = embeddings_QE[None].to(self.dtype)
+        _, found = self.token_pass(embeddings_1QE, position_ids=position_ids, attention_mask=visible[None, None])
+        return torch.stack([torch.stack((keys[0], values[0])) for keys, values in found.values()])
+
+    def _computed(self, hidden: Tensor, update: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]], **rows: Tensor) -> Tensor:
+        self._target.received = hidden
+        output = self._target.get_decoder()(inputs_embeds=hidden, past_key_values=module_cache(update), use_cache=True, **rows)
+        computed: Tensor = output.last_hidden_state
+        return computed
+
+
 class Learned(nn.Module):
-    """Mask embeddings and a prompt, in float32.
+    """Mask embeddings and a prompt, in float32, the same on all stages.
 
     The prompt is keys and values of every layer (``deep``), or input embeddings from which the layers compute them (``shallow``).
     Initial values are normal noise of standard deviation ``start_std``.
     """
 
-    def __init__(self, target: Any, num_masks: int, num_prompt_tokens: int, prompting: str, start_std: float, seed: int) -> None:
+    def __init__(
+        self, target: TargetLayers, num_masks: int, num_prompt_tokens: int, prompting: str, start_std: float, seed: int
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        hidden = target.config.get_text_config().hidden_size
+        hidden = target.config.hidden_size
         self.is_deep = prompting != "shallow"
-        shape = prompt_shape(target, num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
+        shape = target.prompt_shape(num_prompt_tokens) if self.is_deep else (num_prompt_tokens, hidden)
         self.masks = nn.Parameter(torch.randn(num_masks, hidden, generator=generator) * start_std)
         self.prompt = nn.Parameter(torch.randn(shape, generator=generator) * start_std)
 
     @classmethod
-    def frozen(cls, target: Any, weights: BitaWeights) -> Learned:
+    def frozen(cls, target: TargetLayers, weights: BitaWeights) -> Learned:
         """Trained ones, which learn nothing more."""
         learned = cls(target, weights.num_masks, weights.prompt.shape[3], "deep", 0.0, 0).requires_grad_(False)
         learned.prompt.copy_(weights.prompt)
         learned.masks.copy_(weights.masks)
         return learned.to(target.device)
 
-    def prompt_of(self, target: Any) -> Tensor:
+    def prompt_of(self, target: TargetLayers) -> Tensor:
         """[L, 2, K, Q, D], with gradients."""
-        return self.prompt if self.is_deep else folded(target, self.prompt)
+        return self.prompt if self.is_deep else target.folded(self.prompt)
 
     @torch.no_grad()
-    def rounded(self, target: Any) -> BitaWeights:
+    def rounded(self, target: TargetLayers) -> BitaWeights:
         """The weights as they are stored: in the format of decoding, in bfloat16."""
         return BitaWeights(self.prompt_of(target).to(torch.bfloat16), self.masks.detach().to(torch.bfloat16))
-
-
-def prompt_shape(target: Any, num_prompt_tokens: int) -> tuple[int, ...]:
-    """[L, 2, K, Q, D] of this target."""
-    config = target.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, 2, config.num_key_value_heads, num_prompt_tokens, head_dim
-
-
-def folded(target: Any, embeddings_QE: Tensor) -> Tensor:
-    """Keys and values that the layers compute from prompt embeddings, with causal attention, all at position 0.
-
-    The rotary embedding is the identity at position 0, so these keys are like those of a ``deep`` prompt.
-    """
-    num_tokens = len(embeddings_QE)
-    if not num_tokens:
-        return embeddings_QE.new_zeros(prompt_shape(target, 0))
-    cache = DynamicCache()
-    visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=embeddings_QE.device).tril()
-    position_ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=embeddings_QE.device)
-    target.get_decoder()(
-        inputs_embeds=embeddings_QE[None].to(target.dtype), position_ids=position_ids, attention_mask=visible[None, None],
-        past_key_values=cache, use_cache=True,
-    )  # fmt: skip
-    return torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in cache.layers])
-
-
-@torch.no_grad()
-def token_pass(target: Any, tokens_BT: Tensor) -> Past:
-    """Keys and values of the ordinary rows. They attend to neither masks nor prompt, so training does not change them."""
-    cache = DynamicCache()
-    target.get_decoder()(input_ids=tokens_BT, past_key_values=cache, use_cache=True)
-    return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def mask_pass(target: Any, prompt: Tensor, masks_ME: Tensor, rows: MaskRows, past: Past) -> Tensor:
-    """Logits of the rows with a label, in order: [labelled, V]. Gradients flow into ``prompt`` and ``masks_ME``."""
-    batch = len(rows.tokens)
-    learned = prompt.to(target.dtype)[:, :, None].expand(-1, -1, batch, -1, -1, -1)
-    layers = [
-        (torch.cat((mine[0], keys), 2), torch.cat((mine[1], values), 2))
-        for mine, (keys, values) in zip(learned, past, strict=True)
-    ]
-    hidden = target.get_decoder()(
-        inputs_embeds=masks_ME.to(target.dtype)[rows.masks], position_ids=rows.positions,
-        attention_mask=rows.visible[:, None], past_key_values=DynamicCache(layers), use_cache=True,
-    ).last_hidden_state  # fmt: skip
-    logits: Tensor = target.get_output_embeddings()(hidden[rows.labelled]).float()
-    return logits

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from pipedec.model import DraftVocabulary
-from pipedec.train.continuations import Continuation, Model
+from pipedec.train.continuations import Continuation
 from pipedec.train.run import Row, print_table, top_k_cells
+from pipedec.train.targets import Model
 from pipedec.verify.reference import load_transformers
 
 TOP_K = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8, 16)
-OnText = Callable[[Model, "MeasuredDraft"], dict[str, Row]]  # figures of a target and its draft on text, by family of text
+OnText = Callable[["MeasuredDraft"], dict[str, Row]]  # figures of a draft and its target on text, by family of text
 
 
 class MeasuredDraft:
@@ -98,16 +99,17 @@ def _share(hits: Tensor) -> float:
 class HeldOut:
     """Measures a draft, before and after training, on answered prompts by set, and on text if there is any."""
 
-    target: Any
+    vocab_size: int  # of the target
     answered: dict[str, list[Continuation]]
     on_text: OnText | None
+    device: torch.device
 
     def measure(self, draft_path: Path) -> dict[str, dict]:
         """Loss and agreement of the draft as it is stored, computed in float32."""
-        draft = MeasuredDraft.load(draft_path, self.target.config.get_text_config().vocab_size, self.target.device)
+        draft = MeasuredDraft.load(draft_path, self.vocab_size, self.device)
         return {
-            "held_out": {} if self.on_text is None else self.on_text(self.target, draft),
-            "on_policy": on_policy_agreement(draft, self.answered, self.target.device),
+            "held_out": {} if self.on_text is None else self.on_text(draft),
+            "on_policy": on_policy_agreement(draft, self.answered, str(self.device)),
         }
 
 

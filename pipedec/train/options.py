@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,13 +31,15 @@ DraftStart = Annotated[
 BitaStart = Annotated[Path | None, Help("Trained BiTA that only gets a new Markov table (default: none).", "DIR", "--bita")]
 Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", flag="--compile/--no-compile")]
 OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
+OnlyAnswers = Annotated[
+    bool, Help("Do not train: store a running cluster's answers in --work, for a training on them.", flag="--only-answers")
+]
 PartialRun = Callable[..., Run]
 run_options = partial_of(Run, "run")
-# §4.1 of the paper, for targets up to 13B; larger ones have 4 masks. One group of masks follows each sample (§3.1).
+# §4.1 of the paper; targets above 13B have 4 masks. One group of masks follows each sample (§3.1).
 PAPER_BITA = {
     "masks": 3, "prompt_tokens": 16, "groups": 1, "batch": 128, "learning_rate": 0.03, "start_std": 0.02, "markov_rank": 0,
 }  # fmt: skip
-_BITA_DEFAULTS = Help("Whose defaults; the paper's are for targets up to 13B, larger ones have 4 masks.", flag="--recipe")
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,27 @@ class DeviceFlags:
 device_options = options_of(DeviceFlags, "device")
 
 
-def bita_options(command: Command) -> Command:
-    """Add the options of training BiTA; the command gets ``asked``, ``run``, ``recipe`` and ``device``."""
+def recipe_options(
+    kind: type, paper: Mapping[str, Any], implied: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: {}
+) -> Callable[[Command], Command]:
+    """Decorate a command with options of a recipe, which it gets as ``recipe``. ``paper``: the defaults of ``--recipe paper``.
+
+    ``implied`` makes further defaults of the values of all options.
+    """
 
     def gather(values: dict[str, Any]) -> dict[str, Any]:
-        given, defaults = given_values(values), {} if values.pop("defaults") == "ours" else PAPER_BITA
-        if values["prompting"] == "none":
-            defaults = {**defaults, "prompt_tokens": 0}
-        return {"recipe": BitaRecipe(**{**values, **defaults, **{name: given[name] for name in given if name in values}})}
+        defaults = paper if values.pop("defaults") == "paper" else {}
+        given = {name: value for name, value in given_values(values).items() if name in values}
+        return {"recipe": kind(**{**values, **defaults, **implied(values), **given})}
 
-    named = {"defaults": option("defaults", Literal["ours", "paper"], _BITA_DEFAULTS, "ours")}
-    recipe_options = with_options(device_options(command), {**named, **option_fields(BitaRecipe)}, gather)
-    return options_of(TrainingPromptFlags, "asked")(run_options(recipe_options))
+    named = {"defaults": option("defaults", Literal["ours", "paper"], Help("Whose defaults.", flag="--recipe"), "ours")}
+    return partial(with_options, declared={**named, **option_fields(kind)}, gather=gather)
+
+
+def bita_options(command: Command) -> Command:
+    """Add the options of training BiTA; the command gets ``asked``, ``run``, ``recipe`` and ``device``."""
+    options = recipe_options(BitaRecipe, PAPER_BITA, lambda values: {"prompt_tokens": 0} if values["prompting"] == "none" else {})
+    return options_of(TrainingPromptFlags, "asked")(run_options(options(device_options(command))))
 
 
 def shape_options(command: Command) -> Command:

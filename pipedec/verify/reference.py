@@ -22,13 +22,14 @@ from pipedec.checkpoints import LayerSpan, TensorFiles, span_shapes
 from pipedec.core.sampling import SamplingParams
 from pipedec.engine.build import DTYPES
 from pipedec.engine.devices import chosen_device, limit_threads
-from pipedec.families import TransformersConfig, model_config
+from pipedec.families import ModelConfig, TransformersConfig, model_config
 from pipedec.families.multimodal import auto_class, text_config
 from pipedec.families.places import Place
-from pipedec.families.skeleton import has_experts, is_recurrent
+from pipedec.families.skeleton import ModuleNames, has_experts, is_recurrent, skeleton
 from pipedec.formats import ALL_PLAIN, PLAIN, is_stack
 from pipedec.gguf import model_files
 from pipedec.model import Checkpoint, ExpertMatrices, Target, WidenedMatrix, rounded
+from pipedec.model.module_layers import Elsewhere
 from pipedec.plan.spec import PipelineSpec
 from pipedec.sampling import Sampler
 from pipedec.text.prompt import end_token_ids
@@ -38,28 +39,33 @@ from pipedec.threads.sequences import Sequences
 from pipedec.verify.divergence import Divergence, first_difference
 
 Choose = Callable[[list[DecodeThread]], DecodeThread]
+_USUAL_NAMES = ModuleNames("model", "model", "model.embed_tokens", "model.layers", "model.norm", "lm_head")
 
 
 @torch.no_grad()
-def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", **options: Any) -> Any:
+def load_transformers(
+    model: Path, dtype: torch.dtype, device: torch.device | str = "cpu", span: LayerSpan | None = None, **options: Any
+) -> Any:
     """A causal language model, or a multimodal one with all its parts, not in training mode.
 
     Args:
         model: the directory of a checkpoint, or a GGUF file. Weights that are stored in fewer bits are widened.
+        span: the layers of a stage, which alone are read (see ``_stage``); None for the whole model.
         options: of transformers, further ones by name.
     """
     config, directory = model_config(model), model_files(model)
     options = {"dtype": dtype, "experts_implementation": "eager"} | options  # which adds experts in ascending order
     stated = AutoConfig.from_pretrained(directory)
-    if config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
+    if span is None and config.formats is ALL_PLAIN and TensorFiles(model).gguf is None:
         made = auto_class(stated).from_pretrained(model, local_files_only=True, **options)
         return made.to(device).eval()
     for part in (stated, text_config(stated)):
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    made = auto_class(stated).from_config(stated, **options)
+    whole = LayerSpan(range(config.num_hidden_layers), True, True)
+    made = auto_class(stated).from_config(stated, **options) if span is None else _stage(stated, config, span, dtype, device)
     state, checkpoint, targets = made.state_dict(), Checkpoint(model), dict[str, Target]()
-    for name, shape in span_shapes(config, LayerSpan(range(config.num_hidden_layers), True, True), checkpoint.names).items():
+    for name, shape in span_shapes(config, span or whole, checkpoint.names).items():
         place = config.places[name] if isinstance(config, TransformersConfig) else Place(*name.rpartition(".")[::2])
         tensor, format = state[str(place)], checkpoint.format_of(config, name, shape)
         is_transposed = getattr(made.get_submodule(place.module), "is_transposed", False)
@@ -73,9 +79,36 @@ def load_transformers(model: Path, dtype: torch.dtype, device: torch.device | st
         else:
             targets[name] = WidenedMatrix(tensor, [(format, shape[0])])
     checkpoint.read_into(targets)
-    made.tie_weights()
+    if span is None or span.last:
+        made.tie_weights()
+    if span is not None:
+        return made
     made.generation_config = GenerationConfig.from_pretrained(directory)
     return made.to(device).eval()
+
+
+def _stage(stated: Any, config: ModelConfig, span: LayerSpan, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """The model with memory for the tensors of ``span`` alone. What enters its layers is the attribute ``received``, except on
+    the first stage; other layers, and the final norm of another stage, hand on what they get.
+    """
+    made = skeleton(stated, None, dtype, experts="eager")
+    names = config.names if isinstance(config, TransformersConfig) else _USUAL_NAMES
+    layers = made.get_submodule(names.layers)
+    for number, layer in enumerate(layers):
+        if number not in span.layers:
+            received = (lambda: made.received) if number == span.layers.start - 1 else None
+            layers[number] = Elsewhere(layer, getattr(config, "returns_tuple", False), received)
+    if not span.last:
+        made.set_submodule(names.norm, nn.Identity())
+        made.set_submodule(names.head, nn.Identity())
+    if not span.first and not (span.last and config.tie_word_embeddings):
+        made.set_submodule(names.embedding, nn.Identity())
+    for module in [*made.get_decoder().modules(), *made.get_submodule(names.head).modules()]:
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return made
 
 
 class Reference:

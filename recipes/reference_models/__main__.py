@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import click
+import torch
 from msgspec import Meta
 
 from pipedec.directories import reference_pair
 from pipedec.flags import Help, options_of, own_options, run_command
 from pipedec.train import options
-from pipedec.train.acceptance import measure_acceptance
+from pipedec.train.acceptance import measure_acceptance, some_answers
 from pipedec.train.bita import BitaRecipe, print_bita, train_bita
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import print_agreement, print_draft
 from pipedec.train.replicas import replicas
+from pipedec.train.targets import LoadedTarget
 from recipes.reference_models.draft import DRAFT_RECIPE, LIBRARY, bita_prompts, draft_prompts, train_library_draft
 from recipes.reference_models.invented_prompts import write_prompts
 from recipes.reference_models.library_questions import write_questions
@@ -76,11 +78,12 @@ def draft(
     existing(problems)
     chosen, library = replace(recipe, long_sets=DRAFT_RECIPE.long_sets), LIBRARY.times(times)
     target, begun = options.chosen_start(target, start, shape)
-    with replicas("cpu") as together:
+    with replicas(torch.device("cpu")) as together:
         where = run(replicas=together)
         if only_acceptance:
             prompts = draft_prompts(target, problems, library, chosen)
-            measure_acceptance(target, options.existing_draft(begun), prompts, chosen.new_tokens, where.out / "draft")
+            answered = some_answers(LoadedTarget.of(target, where), prompts, chosen.new_tokens, where)
+            measure_acceptance(target, options.existing_draft(begun), answered, where.out / "draft")
         elif report := train_library_draft(target, begun, problems, chosen, where, library, compiled):
             print_draft(report)
 

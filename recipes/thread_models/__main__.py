@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from pipedec.data import PromptSource
 from pipedec.directories import reference_pair
 from pipedec.flags import Command, Help, options_of, own_options, partial_of, run_command
 from pipedec.threads import load_dialect
-from pipedec.train.options import DeviceFlags, device_options
+from pipedec.train.options import DeviceFlags, device_options, recipe_options
 from pipedec.train.run import print_table
 from recipes.thread_models import annotation
 from recipes.thread_models.annotation import Annotator
@@ -30,6 +30,17 @@ from recipes.thread_models.tuning import tune
 
 Answers = Annotated[tuple[Path, ...], Help("Annotated answers (JSONL); may be repeated.", "FILE", "--in", repeated=True)]
 _run_options = partial_of(ThreadsRun, "run")
+PAPER_APAR = {  # Table 5
+    "steps": 2000, "batch": 128, "learning_rate": 2e-5, "warmup_steps": 60, "decay": "cosine", "weight_decay": 0.0,
+    "control_weight": 1.0, "plain_share": 0.0, "max_length": 2048,
+}  # fmt: skip
+PAPER_SFT = {  # PASTA §5.1: 4 epochs of 87,000 answers, a learning rate that falls from the first step on
+    "steps": 43_500, "batch": 8, "learning_rate": 1e-5, "warmup_steps": 1, "control_weight": 1.0, "plain_share": 0.0,
+    "max_length": 2048,
+}  # fmt: skip
+PAPER_BONBON = {  # PASTA §4, §5.1
+    "samples": 10, "temperature": 1.0, "alpha": 0.005, "batch": 8, "learning_rate": 5e-7, "unfinished_worst": False,
+}  # fmt: skip
 
 
 @click.group()
@@ -173,19 +184,20 @@ class ModelFlags:
         return tuple(dict.fromkeys(prompt for text in self.prompts for prompt in PromptSource.parse(text).read().prompts))
 
 
-def _tuning(command: Command) -> Command:
-    return options_of(ModelFlags, "models")(_run_options(options_of(ThreadRecipe, "recipe")(device_options(command))))
+def _tuning(paper: Mapping[str, Any]) -> Callable[[Command], Command]:
+    recipe = recipe_options(ThreadRecipe, paper)
+    return lambda command: options_of(ModelFlags, "models")(_run_options(recipe(device_options(command))))
 
 
 @thread_models.command()
-@_tuning
+@_tuning(PAPER_APAR)
 def apar(**options: Any) -> None:
     """Fine-tune a model to answer in APAR's paragraph tree."""
     _tune("apar", **options)
 
 
 @thread_models.command()
-@_tuning
+@_tuning(PAPER_SFT)
 def pasta_sft(**options: Any) -> None:
     """Fine-tune a model to answer in PASTA-LANG (PASTA-SFT)."""
     _tune("pasta", **options)
@@ -227,7 +239,7 @@ class PreferenceFlags:
 @thread_models.command()
 @options_of(PreferenceFlags, "preferred")
 @_run_options
-@options_of(BonbonRecipe, "recipe")
+@recipe_options(BonbonRecipe, PAPER_BONBON)
 @options_of(EndpointFlags, "server")
 @device_options
 def pasta_bonbon(

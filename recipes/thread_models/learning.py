@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from pipedec.core.errors import UserError
 from pipedec.core.values import check_fields
 from pipedec.flags import Help
-from pipedec.train.run import linear_decay, warm_up
+from pipedec.train.run import cosine_decay, linear_decay, warm_up
 from recipes.thread_models.rows import IGNORED, RowWriter, TokenizedSample, TrainingRow, WrittenSample
 
 TOKENS_PER_FORWARD = 2048
@@ -28,15 +28,17 @@ _MAX_LIKELIHOOD = 1 - 1e-5  # of a token to avoid: the loss stays finite
 
 @dataclass(frozen=True)
 class ThreadRecipe:
-    """Everything that decides the result; a step is the fewest samples that have ``batch_tokens`` tokens together.
+    """Everything that decides the result; a step is ``batch`` samples, or the fewest that have ``batch_tokens`` tokens together.
 
     Circle rounds come at equal distances. The mean loss of the samples has the weight 1.
     """
 
     steps: Annotated[int, Meta(ge=1), Help("Training steps.")] = 400
     batch_tokens: Annotated[int, Meta(ge=1), Help("Tokens of a step.")] = 4096
+    batch: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Samples of a step, instead of --batch-tokens.")] = None
     learning_rate: Annotated[float, Meta(gt=0), Help("Peak learning rate.")] = 2e-3
     warmup_steps: int = 20
+    decay: Literal["linear", "cosine"] = "linear"
     weight_decay: float = 0.01
     control_weight: float = 2.0  # weight of the loss of a dialect's control tokens; other tokens have 1
     plain_share: Annotated[
@@ -58,8 +60,15 @@ class ThreadRecipe:
             raise UserError("--circle-rounds must be between 0 and --steps")
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then linear decay to a twentieth."""
-        return self.learning_rate * warm_up(step, self.warmup_steps) * linear_decay(step, self.steps)
+        """The learning rate of a step: linear warm-up, then linear decay to a twentieth, or a cosine to 0."""
+        decay = linear_decay if self.decay == "linear" else cosine_decay
+        return self.learning_rate * warm_up(step, self.warmup_steps) * decay(step, self.steps)
+
+    def fills_step(self, chosen: Sequence[TokenizedSample]) -> bool:
+        """Whether these samples are enough for a step."""
+        if self.batch is not None:
+            return len(chosen) >= self.batch
+        return sum(sample.num_tokens for sample in chosen) >= self.batch_tokens
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ def plan(
     drawn = itertools.cycle(sources)
     while len(steps) < recipe.steps:
         chosen.append(next(next(drawn)))
-        if sum(sample.num_tokens for sample in chosen) >= recipe.batch_tokens:
+        if recipe.fills_step(chosen):
             steps.append(chosen)
             chosen = []
     return steps

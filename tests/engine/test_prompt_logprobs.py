@@ -81,6 +81,35 @@ def test_nothing_is_told_twice_after_a_pause(pair: Pair, expected: torch.Tensor)
     assert_right(pipeline.answers[0], expected)
 
 
+HIDDEN = SamplingParams(max_tokens=6, ignore_eos=True, prompt_hidden_states=True)
+
+
+def hidden_states(answer: LocalAnswer) -> torch.Tensor:
+    numbers = torch.frombuffer(bytearray(b"".join(answer.hidden_states)), dtype=torch.float32)
+    return numbers.view(len(answer.asked.prompt_token_ids), -1)
+
+
+def test_hidden_states_come_once_each_for_every_token_of_the_prompt(pair: Pair) -> None:
+    """In company, behind a prompt that is cached, with log-probabilities, after a pause, and of an answer that is resumed."""
+    model = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).get_decoder()
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).last_hidden_state[0]
+    pipeline = LocalPipeline.load(with_slots(pair.spec(2), 400))
+    paused = TokenizedRequest(0, PROMPT, replace(HIDDEN, max_tokens=120), "pp", priority=5)
+    urgent = TokenizedRequest(1, PROMPT[::-1], replace(HIDDEN, max_tokens=100, prompt_hidden_states=False), "pp")
+    cached = TokenizedRequest(2, PROMPT, replace(HIDDEN, prompt_logprobs=0))
+    short, resumed = (
+        TokenizedRequest(3, PROMPT[:1], HIDDEN, "bita"),
+        TokenizedRequest(4, PROMPT[:20], replace(HIDDEN, max_tokens=60), output_token_ids=PROMPT[20:70]),
+    )
+    list(pipeline.run_all({1: [paused], 25: [urgent], 800: [cached, short], 1600: [resumed]}))
+    assert pipeline.answers[0].metrics.pauses > 0 and pipeline.answers[1].hidden_states == []
+    for number in (0, 2, 3, 4):
+        found = hidden_states(pipeline.answers[number])
+        torch.testing.assert_close(found, expected[: len(found)], atol=1e-4, rtol=1e-4)
+    assert pipeline.answers[2].metrics.cached_tokens == 0 and len(pipeline.answers[2].prompt_logprobs) == len(PROMPT) - 1
+
+
 def test_an_answer_that_is_resumed_scores_its_prompt_only(pair: Pair, expected: torch.Tensor) -> None:
     pipeline = LocalPipeline.load(pair.spec(2))
     list(pipeline.run(TokenizedRequest(0, PROMPT[:20], replace(ASKED, max_tokens=60), output_token_ids=PROMPT[20:70])))
@@ -115,8 +144,9 @@ def test_a_pause_in_the_middle_of_a_prompt() -> None:
     assert scored(rows) == ()
 
 
-def test_where_they_cannot_be_had() -> None:
+@pytest.mark.parametrize(("asked", "name"), [(ASKED, "prompt_logprobs"), (HIDDEN, "prompt_hidden_states")])
+def test_where_they_cannot_be_had(asked: SamplingParams, name: str) -> None:
     threads = load_dialect("pasta").to_json()
-    with pytest.raises(UserError, match="prompt_logprobs needs an answer in one thread"):
+    with pytest.raises(UserError, match=f"{name} needs an answer in one thread"):
         scheduler = Scheduler(Resources(Experience(2)))
-        scheduler.prepare(TokenizedRequest(0, PROMPT, ASKED, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))
+        scheduler.prepare(TokenizedRequest(0, PROMPT, asked, "pp", threads=threads), lambda: Sequence(len(PROMPT), (), 6))

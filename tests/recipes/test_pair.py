@@ -29,6 +29,7 @@ from pipedec.train.continuations import continued
 from pipedec.train.draft import DraftRecipe
 from pipedec.train.measuring import MeasuredDraft, on_policy_agreement
 from pipedec.train.run import Run, TrainingLoop
+from pipedec.train.targets import LoadedTarget
 from recipes.reference_models import corpus
 from recipes.reference_models.__main__ import reference_models
 from recipes.reference_models.draft import LibraryRecipe, bita_prompts, prompts, train_library_draft
@@ -206,7 +207,7 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
     documents = [document for document in small_library() if document.family == "questions"]
     asked = prompts(documents, tokenizer, 3, seed=0)
     assert {(ids[0], ids[-1]) for ids in asked} == {(tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|assistant|>"))}
-    said = continued(target, asked, 6, tmp_path / "store")
+    said = continued(LoadedTarget(lambda _: target), asked, 6, tmp_path / "store")
     assert sorted(asked, key=len) == [continuation.ids[: continuation.prompt_length] for continuation in said]
     for continuation in said:  # token by token, without a cache, without padding
         ids = continuation.ids[: continuation.prompt_length]
@@ -214,10 +215,10 @@ def test_continuations_are_the_targets_greedy_words_and_are_kept(trained: Path, 
             ids = [*ids, int(target(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
         assert ids == continuation.ids
         assert len(ids) == continuation.prompt_length + 6 or ids[-1] == tokenizer.eos_token_id
-    assert continued(None, asked, 6, tmp_path / "store") == said  # type: ignore[arg-type]
+    assert continued(None, asked, 6, tmp_path / "store") == said
     assert on_policy_agreement(MeasuredDraft(target), {"all": said})["all"]["top1"] == 1.0
     with pytest.raises(UserError, match="other prompts"):
-        continued(target, asked[:2], 6, tmp_path / "store")
+        continued(LoadedTarget(lambda _: target), asked[:2], 6, tmp_path / "store")
 
 
 def test_bita_learns_from_the_drafts_prompts(pair: Pair, tmp_path: Path) -> None:

@@ -84,6 +84,18 @@ def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: R
         torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
 
 
+def test_the_papers_recipe_gives_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ThreadRecipe] = []
+    monkeypatch.setattr("recipes.thread_models.__main__._tune", lambda _dialect, recipe, **_others: found.append(recipe))
+    flags = ["--in", "x", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--recipe", "paper"]
+    for words in (["apar", *flags], ["pasta-sft", *flags, "--steps", "8"], ["apar", *flags[:-2]]):
+        assert CliRunner().invoke(command, words, catch_exceptions=False).exit_code == 0
+    apar, pasta, ours = found
+    assert (apar.steps, apar.batch, apar.learning_rate, apar.rate(apar.steps)) == (2000, 128, 2e-5, 0.0)
+    assert (pasta.steps, pasta.batch, pasta.rate(0)) == (8, 8, 1e-5)
+    assert ours == ThreadRecipe()
+
+
 def test_every_sample_comes_once_before_any_comes_again(writer: RowWriter) -> None:
     samples = [writer.sample(found, "apar") for found in records("apar", 12)]
     planned = plan(samples, writer, replace(RECIPE, steps=9))
@@ -93,6 +105,7 @@ def test_every_sample_comes_once_before_any_comes_again(writer: RowWriter) -> No
         steps = plan(samples, writer, replace(RECIPE, plain_share=share))
         assert {sample.dialect for step in steps for sample in step} == {None if share else "apar"}
         assert all(sum(sample.num_tokens for sample in step) >= RECIPE.batch_tokens for step in steps)
+    assert [len(step) for step in plan(samples, writer, replace(RECIPE, batch=5))] == [5] * RECIPE.steps
     longest = max(sample.num_tokens for sample in samples)
     short = plan(samples, writer, replace(RECIPE, plain_share=0.0, max_length=longest - 1))
     assert max(sample.num_tokens for step in short for sample in step) < longest

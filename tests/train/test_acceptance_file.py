@@ -15,8 +15,10 @@ from pipedec.cli.main import train as command
 from pipedec.decoding.learned import GREEDY, LearnedAcceptance, LearnedRates
 from pipedec.engine.experience_files import SHIPPED_FILE, initial_experience, shipped_acceptance
 from pipedec.engine.local import LocalPipeline
-from pipedec.train.acceptance import measure_acceptance, shrunk
+from pipedec.train.acceptance import measure_acceptance, shrunk, some_answers
 from pipedec.train.continuations import SplitPrompts
+from pipedec.train.run import Run
+from pipedec.train.targets import LoadedTarget
 
 UNUSABLE = [[10**6]]  # no token of the target
 PROMPTS = {
@@ -33,7 +35,9 @@ def test_it_is_measured_on_training_prompts_of_every_set_in_turn(
         LocalPipeline, "run", lambda self, request: decoded.append(request.prompt_token_ids) or run(self, request)
     )
     for name, count in (("first", 3), ("again", 3), ("more", 9)):
-        measure_acceptance(pair.target, pair.draft, PROMPTS, 12, tmp_path / name, count)
+        run_in = Run(tmp_path, tmp_path / f"{name}-work", threads=1)
+        answered = some_answers(LoadedTarget.of(pair.target, run_in), PROMPTS, 12, run_in, count)
+        measure_acceptance(pair.target, pair.draft, answered, tmp_path / name)
     assert decoded[:3] == decoded[3:6] == [(1, 5, 9, 30), (1, 60, 9, 9), (1, 6, 9, 30)] and len(decoded) == 12
     first, again, more = ((tmp_path / name / SHIPPED_FILE).read_bytes() for name in ("first", "again", "more"))
     assert first == again != more

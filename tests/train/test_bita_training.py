@@ -22,7 +22,7 @@ from pipedec.cli.main import train as command
 from pipedec.core.errors import UserError
 from pipedec.data import PromptSource
 from pipedec.families import model_config
-from pipedec.model.bita import BitaWeights, checked_bita
+from pipedec.model.bita import checked_bita
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe, MaskSteps, evaluate, guess_figures, train_bita
 from pipedec.train.continuations import Continuation, Continuations, SplitPrompts, continued, file_prompts, split
@@ -30,15 +30,14 @@ from pipedec.train.mask_rows import (
     NO_LABEL,
     Learned,
     MaskRows,
+    TargetLayers,
     draw_places,
-    folded,
-    mask_pass,
     mask_rows,
     places_of,
-    prompt_shape,
-    token_pass,
 )
+from pipedec.train.pipelining import MaskPipeline
 from pipedec.train.run import Figures, Run, TrainingLoop, epoch_batch
+from pipedec.train.targets import LoadedTarget
 
 CPU = torch.device("cpu")
 RECIPE = BitaRecipe(
@@ -69,12 +68,14 @@ def log_of(work: Path) -> list[dict[str, Any]]:
 
 def random_learned(target: Any, num_masks: int, num_prompt_tokens: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    prompt = torch.randn(prompt_shape(target, num_prompt_tokens), generator=generator)
+    prompt = torch.randn(TargetLayers(target).prompt_shape(num_prompt_tokens), generator=generator)
     return prompt, torch.randn(num_masks, target.config.hidden_size, generator=generator)
 
 
 def logits_of_groups(target: Any, prompt: Tensor, masks: Tensor, rows: MaskRows) -> Tensor:
-    return mask_pass(target, prompt, masks, rows, token_pass(target, rows.tokens))
+    layers = TargetLayers(target)
+    _, past = layers.token_pass(layers.embedded(rows.tokens))
+    return layers.logits(layers.mask_pass(masks[rows.masks], prompt, rows, past), rows)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
@@ -121,7 +122,7 @@ def test_a_folded_prompt_is_what_its_rows_would_be(tmp_path: Path) -> None:
         0, -2:
     ]
     rows = mask_rows([sample], [torch.tensor([place])], 2, 3)
-    found = logits_of_groups(target, folded(target, embeddings), masks, rows)
+    found = logits_of_groups(target, TargetLayers(target).folded(embeddings), masks, rows)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -137,10 +138,10 @@ def test_groups_hang_behind_places_that_have_a_label() -> None:
 def test_the_loss_is_that_of_equation_1(tmp_path: Path) -> None:
     """BiTA §3.1: −log P of each token that a group has to predict, by a forward of that group alone; their mean in a step."""
     target = save_tiny("llama", tmp_path, dtype=torch.float64).requires_grad_(False)
-    recipe = replace(RECIPE, groups=3, batch=len(SAMPLES))
-    learned = Learned(target, recipe.masks, recipe.prompt_tokens, "deep", 0.5, seed=0).double()
-    found = MaskSteps(target, learned, Continuations({"all": SAMPLES}, {}), recipe)(0)["loss"]
-    prompt, generator = learned.prompt_of(target), torch.Generator().manual_seed(recipe.seed * 1_000_003)
+    recipe, layers = replace(RECIPE, groups=3, batch=len(SAMPLES)), TargetLayers(target)
+    learned = Learned(layers, recipe.masks, recipe.prompt_tokens, "deep", 0.5, seed=0).double()
+    found = MaskSteps(MaskPipeline(layers, learned), Continuations({"all": SAMPLES}, {}), recipe)(0)["loss"]
+    prompt, generator = learned.prompt_of(layers), torch.Generator().manual_seed(recipe.seed * 1_000_003)
     losses = []
     for sample in [SAMPLES[number] for number in epoch_batch(0, len(SAMPLES), recipe.batch, recipe.seed)]:
         for place in draw_places(sample, recipe.groups, generator).tolist():
@@ -162,28 +163,28 @@ def test_figures_count_guesses_and_tokens_a_pass() -> None:
 
 
 def test_figures_do_not_depend_on_how_samples_are_batched(pair: Pair) -> None:
-    target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
-    weights = Learned(target, 3, 2, "deep", 0.5, seed=0).rounded(target)
-    weights = BitaWeights(weights.prompt.float(), weights.masks.float())
-    together = evaluate(target, weights, {"all": SAMPLES})
-    assert evaluate(target, weights, {"all": SAMPLES}, most=1) == together
+    target = TargetLayers(AutoModelForCausalLM.from_pretrained(pair.target).eval())
+    pipeline = MaskPipeline(target, Learned(target, 3, 2, "deep", 0.5, seed=0))
+    together = evaluate(pipeline, {"all": SAMPLES})
+    assert evaluate(pipeline, {"all": SAMPLES}, most=1) == together
     assert together["all"]["groups"] == sum(len(places_of(sample)) for sample in SAMPLES)
 
 
 @pytest.mark.fast_cases
 @pytest.mark.parametrize("prompting", ["deep", "shallow", "none"])
 def test_masks_learn_to_guess(tmp_path: Path, prompting: str) -> None:
-    target = save_tiny("llama", tmp_path).requires_grad_(False)
+    target = TargetLayers(save_tiny("llama", tmp_path).requires_grad_(False))
     recipe = replace(RECIPE, prompting=prompting, prompt_tokens=0 if prompting == "none" else 3, steps=80, learning_rate=0.1)
     learned = Learned(target, 2, recipe.prompt_tokens, prompting, 0.02, seed=0)
     optimizer = torch.optim.AdamW(learned.parameters(), weight_decay=0.0)
-    steps = MaskSteps(target, learned, Continuations({"all": SAMPLES}, {}), recipe)
+    steps = MaskSteps(MaskPipeline(target, learned), Continuations({"all": SAMPLES}, {}), recipe)
     TrainingLoop("bita", learned, [optimizer], tmp_path, {}, max_norm=None).run(recipe.steps, recipe.rate, steps)
     log = log_of(tmp_path)
     first, last = (sum(row["loss"] for row in rows) / 5 for rows in (log[:5], log[-5:]))
     assert last < 0.7 * first
     assert sum(log[-1]["top1"]) > sum(log[0]["top1"])
-    figures = evaluate(target, learned.rounded(target), {"all": SAMPLES})["all"]
+    frozen = Learned.frozen(target, learned.rounded(target))
+    figures = evaluate(MaskPipeline(target, frozen), {"all": SAMPLES})["all"]
     assert sum(figures["loss"]) / 2 < 0.7 * first
 
 
@@ -241,14 +242,15 @@ def test_prompts_to_measure_on_are_always_the_same() -> None:
 
 def test_an_answer_is_greedy_whatever_the_checkpoint_recommends_and_ends_at_any_end_token(pair: Pair, tmp_path: Path) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
+    asked = LoadedTarget(lambda _: target)
     target.generation_config.eos_token_id = None
-    endless = continued(target, [[1, 9, 30]], 24, tmp_path / "endless")[0].ids
+    endless = continued(asked, [[1, 9, 30]], 24, tmp_path / "endless")[0].ids
     assert len(endless) == 27
     target.generation_config.repetition_penalty = 50.0
     penalised = target.generate(torch.tensor([[1, 9, 30]]), max_new_tokens=24, do_sample=False, pad_token_id=0)[0].tolist()
-    assert continued(target, [[1, 9, 30]], 24, tmp_path / "penalised")[0].ids == endless != penalised
+    assert continued(asked, [[1, 9, 30]], 24, tmp_path / "penalised")[0].ids == endless != penalised
     target.generation_config.eos_token_id = [299, endless[5]]
-    ended = continued(target, [[1, 9, 30]], 24, tmp_path / "ended")[0].ids
+    ended = continued(asked, [[1, 9, 30]], 24, tmp_path / "ended")[0].ids
     assert ended == endless[: endless.index(endless[5], 3) + 1] and len(ended) < 27
 
 

@@ -24,6 +24,7 @@ from pipedec.train.continuations import Continuation, SplitPrompts, continued
 from pipedec.train.distillation import DistillationRows, TargetMemory, mean_loss
 from pipedec.train.draft import DraftRecipe, pack_whole, train_draft
 from pipedec.train.run import Run
+from pipedec.train.targets import LoadedTarget
 
 RECIPE = DraftRecipe(steps=12, batch=4, length=32, long_batch=1, long_length=96, warmup_steps=2, new_tokens=12)
 SHORT = SplitPrompts([[1, 5 + number, 9, 30] for number in range(24)], [[1, 5 + number, 9, 30] for number in range(24, 28)])
@@ -93,7 +94,7 @@ def test_rows_tell_where_the_target_speaks_next() -> None:
 def test_long_prompts_are_generated_in_smaller_batches(tmp_path: Path, pair: Pair) -> None:
     target = AutoModelForCausalLM.from_pretrained(pair.target).eval()
     asked = [[2] * length for length in (1, 2, 3, 4, 7, 8, 20)]
-    continued(target, asked, 1, tmp_path, batch_prompts=3, batch_tokens=16)
+    continued(LoadedTarget(lambda _: target), asked, 1, tmp_path, batch_prompts=3, batch_tokens=16)
     sizes = [len(load_file(path)["lengths"]) for path in sorted(tmp_path.iterdir())]
     assert sizes == [3, 2, 1, 1]
 
