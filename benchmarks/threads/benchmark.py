@@ -1,12 +1,14 @@
-"""``python -m benchmarks.threads``: styles × methods × stage counts × prompts on emulated pipelines, one JSONL row per answer.
+"""``python -m benchmarks.threads``: styles × methods × pipelines × prompts, one JSONL row per answer.
 
 A style is one thread, the threads of a dialect, or one of another package. In one style every method and pipeline must generate
-the same answer. Each style has pipelines of its own, so that a method learns from answers of one kind only; an interruption loses
-what ``pipedec-bestfirst`` learns. Times are computed, not waited for. ``summary`` computes statistics of the rows.
+the same answer. Pipelines are emulated in this process, in computed time, or one cluster is running and its times are measured.
+In this process each style has pipelines of its own, so that a method learns from answers of one kind only; an interruption loses
+what ``pipedec-bestfirst`` learns. ``summary`` computes statistics of the rows.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,14 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from benchmarks.output import Preset, SameAnswers, StageCounts
 from pipedec.bench.options import Drawing, draw
 from pipedec.bench.record import Grid, Row, SweepProgress, key_of, plain
 from pipedec.bench.report.style import BASELINE
-from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
+from pipedec.bench.sweep.pipelines import Measurable, ModelPair, RunningShape, check_is_real, emulated
+from pipedec.client.run_handle import RunHandle
 from pipedec.config import ClusterConfig
+from pipedec.core.completion import Metrics
 from pipedec.core.errors import UserError
 from pipedec.core.request import DEFAULT_METHOD, TokenizedRequest
 from pipedec.core.sampling import SamplingParams
@@ -29,12 +33,14 @@ from pipedec.core.values import check_fields
 from pipedec.data import PromptSet
 from pipedec.engine.build import load_prompter
 from pipedec.engine.local import LocalPipeline
+from pipedec.families import model_config
 from pipedec.flags import Help
 from pipedec.messages.request import PromptRequest
 from pipedec.methods import find_method, make_options
 from pipedec.plan.spec import PipelineSpec
 from pipedec.text.prompt import Prompter
-from pipedec.threads import Dialect, ThreadMetrics, load_dialect, measure
+from pipedec.threads import Dialect, Sequence, ThreadMetrics, load_dialect, measure
+from pipedec.threads.sequences import Sequences
 
 SCHEMA = "pipedec.threads/2"
 SEQUENTIAL = "none"  # instead of a dialect, for answers in one thread
@@ -44,11 +50,12 @@ SEQUENTIAL = "none"  # instead of a dialect, for answers in one thread
 class ThreadsConfig(Drawing):
     """The grid of a benchmark of decode threads. With a temperature, ``seed`` also seeds the tokens.
 
-    Raises UserError for an unknown method, dialect or preset, or a number below 1.
+    ``running`` is a cluster to measure instead of emulated pipelines; ``pair.target`` then has its tokenizer. Raises UserError
+    for an unknown method, dialect or preset, or a number below 1.
     """
 
     cluster: ClusterConfig
-    preset: Preset
+    preset: Preset | None = None
     stages: StageCounts = ()
     dialects: Annotated[tuple[str, ...], Help(f"Dialects by name or file; {SEQUENTIAL}: one thread, the baseline.")] = (
         SEQUENTIAL, "apar", "pasta",
@@ -56,12 +63,18 @@ class ThreadsConfig(Drawing):
     methods: Annotated[tuple[str, ...], Help(f"Methods; speed-ups are over {BASELINE}.")] = (BASELINE, DEFAULT_METHOD)
     sampling: SamplingParams = SamplingParams(max_tokens=64)
     pair: ModelPair = ModelPair()
+    running: RunHandle | None = None
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            find_method(method)
+            find_method(method) if self.running is None else self.running.check_method(method)
         check_fields(self)
-        self.cluster.find_partition(self.preset)
+        if self.running is not None:
+            check_is_real(self.running)
+        elif self.preset is None:
+            raise UserError("nothing to measure: give --preset NAME, or --running for a cluster that is running")
+        else:
+            self.cluster.find_partition(self.preset)
         self.styles()
 
     def styles(self) -> dict[str, Style]:
@@ -76,9 +89,20 @@ class ThreadsConfig(Drawing):
         """One thread, or a dialect by its name or file. Raises UserError for an unknown one."""
         return Style() if dialect == SEQUENTIAL else Style(load_dialect(dialect))
 
-    def shapes(self) -> Iterator[Shape]:
+    def shapes(self) -> Iterator[Measurable]:
+        if self.running is not None:
+            yield RunningShape(self.running)
+            return
+        assert self.preset is not None
         for stages in self.stages or (None,):
             yield emulated(self.cluster, self.preset, stages, self.pair, own_work=self.own_work)
+
+    def answers(self, shape: Measurable) -> ThreadAnswers:
+        """What generates the answers of a pipeline."""
+        if not isinstance(shape, RunningShape):
+            return LocalAnswers(shape.spec, self.styles())
+        assert self.pair.target is not None
+        return ClusterAnswers(shape.running, self.pair.target, self.styles())
 
 
 def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path, progress: SweepProgress) -> list[Row]:
@@ -88,7 +112,7 @@ def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path
     another schema; PipedecError if two methods or pipelines gave different answers in the same style.
     """
     shapes, styles = list(config.shapes()), config.styles()
-    sampling = replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
+    sampling = structs.replace(config.sampling, seed=config.seed) if config.sampling.is_stochastic else config.sampling
     grid, same = Grid(SCHEMA, out, progress), SameAnswers()
 
     def check(row: Row) -> None:
@@ -106,7 +130,7 @@ def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path
     progress.start(len(shapes) * len(styles) * len(config.methods) * per_cell)
     for shape in shapes:
         progress.busy(shape.label)
-        answers = ThreadAnswers(shape.spec, styles)
+        answers = config.answers(shape)
         template = PromptRequest("", config.raw_prompts, sampling=sampling)
         prompts = draw(answers, prompt_sets, template, config.samples, config.seed)
         for prompt, dialect, method in product(prompts, styles, config.methods):
@@ -115,30 +139,77 @@ def bench_threads(config: ThreadsConfig, prompt_sets: list[PromptSet], out: Path
                 "prompt_set": prompt.prompt_set, "prompt_index": prompt.index, "sampling": plain(prompt.request.sampling),
             }  # fmt: skip
             asked = [prompt.request.prompt, prompt.request.raw, styles[dialect].settings]
-            request = replace(prompt.request, method=method)
+            request = structs.replace(prompt.request, method=method)
             grid.row(identity, asked, partial(measure_answer, answers, request, identity), check)
     return grid.rows
 
 
-class ThreadAnswers:
+class ThreadAnswers(ABC):
     """Generates answers, each in one of ``styles``, and the figures of their rows."""
 
-    def __init__(self, spec: PipelineSpec, styles: Mapping[str, Style]) -> None:
-        self._spec = spec
-        self._styles = styles
-        self._prompter = load_prompter(spec)
-        self._pipelines: dict[str, LocalPipeline] = {}
+    def __init__(self, prompter: Prompter, styles: Mapping[str, Style]) -> None:
+        self.prompter = prompter
+        self.styles = styles
 
     def token_ids(self, prompt: str | tuple[int, ...], raw: bool, max_tokens: int) -> tuple[int, ...]:
         """The prompt in the style in which it is longest. Raises UserError like ``Prompter.token_ids``."""
         request = PromptRequest(prompt, raw, sampling=SamplingParams(max_tokens=max_tokens))
-        return max((style.prompt(self._prompter, request) for style in self._styles.values()), key=len)
+        return max((style.prompt(self.prompter, request) for style in self.styles.values()), key=len)
 
+    @abstractmethod
     def generate(self, request: PromptRequest, style: str) -> Row:
         """The figures of the answer to ``request``."""
+
+
+class LocalAnswers(ThreadAnswers):
+    """Answers of pipelines in this process."""
+
+    def __init__(self, spec: PipelineSpec, styles: Mapping[str, Style]) -> None:
+        super().__init__(load_prompter(spec), styles)
+        self._spec = spec
+        self._pipelines: dict[str, LocalPipeline] = {}
+
+    def generate(self, request: PromptRequest, style: str) -> Row:
+        return self.styles[style].answer(self.pipeline(style), self.prompter, request)
+
+    def pipeline(self, style: str) -> LocalPipeline:
+        """The pipeline of a style's answers."""
         if style not in self._pipelines:
             self._pipelines[style] = LocalPipeline.load(self._spec)
-        return self._styles[style].answer(self._pipelines[style], self._prompter, request)
+        return self._pipelines[style]
+
+
+class ClusterAnswers(ThreadAnswers):
+    """Answers of a running cluster, whose tokenizer and config.json are in the directory ``target``, in measured time.
+
+    Only the cluster knows how full its stages are: ``fill`` is empty.
+    """
+
+    def __init__(self, running: RunHandle, target: Path, styles: Mapping[str, Style]) -> None:
+        limit = running.description.settings.limits.max_model_len
+        super().__init__(Prompter(target, model_config(target).context_length, limit), styles)
+        self._client = running.client
+        self._sequences = Sequences(target)
+
+    def generate(self, request: PromptRequest, style: str) -> Row:
+        chosen = self.styles[style]
+        prompt = chosen.prompt(self.prompter, request)
+        asked = structs.replace(request, prompt=prompt, raw=True, threads=chosen.settings)
+        completion = self._client.ask(asked)
+        answer = self._sequences.maker(len(prompt), request.sampling, chosen.settings, tuple(completion.token_ids))()
+        written = chosen.written(self.prompter, answer, str(completion.finish_reason))
+        if completion.threads is not None:  # they count tokens past the end, too
+            written["anomalies"] = completion.threads["anomalies"]
+        return costs(len(prompt), completion.metrics, []) | written
+
+
+def costs(prompt_tokens: int, metrics: Metrics, fill: list[list[int]]) -> Row:
+    """The costs of an answer by one request; ``fill`` as in ``Style.answer``."""
+    return {
+        "requests": 1, "prompt_tokens": prompt_tokens, "cached_tokens": metrics.cached_tokens, "timesteps": metrics.timesteps,
+        "hits": metrics.hits, "misses": metrics.misses, "prefill_ms": round(1000 * metrics.prefill_seconds, 3),
+        "decode_ms": round(1000 * metrics.decode_seconds, 3), "prompts_ms": 0.0, "fill": fill,
+    }  # fmt: skip
 
 
 def sequential_metrics(prompt_tokens: int, tokens: int, text_tokens: int) -> ThreadMetrics:
@@ -199,32 +270,33 @@ class Style:
         An answer shares no keys and values with one before it. Times begin with the first token; ``fill`` has the number of rows
         of each group in each timestep from then on. Raises UserError like ``LocalPipeline.run_all``.
         """
-        assert request.method is not None
-        prompt, options = self.prompt(prompter, request), make_options(request.method, request.options)
         pipeline.forget_prefixes()
-        for _ in pipeline.run_all(
-            {1: [TokenizedRequest(0, prompt, request.sampling, request.method, options, threads=self.settings)]}
-        ):
+        asked = self.tokenized(prompter, request)
+        for _ in pipeline.run_all({1: [asked]}):
             pass
         answer = pipeline.answers[0]
-        metrics = answer.metrics
-        costs: Row = {
-            "requests": 1, "prompt_tokens": len(prompt), "cached_tokens": metrics.cached_tokens, "timesteps": metrics.timesteps,
-            "hits": metrics.hits, "misses": metrics.misses, "prefill_ms": round(1000 * metrics.prefill_seconds, 3),
-            "decode_ms": round(1000 * metrics.decode_seconds, 3), "prompts_ms": 0.0,
-            "fill": pipeline.fill[len(pipeline.fill) - metrics.timesteps :],
-        }  # fmt: skip
+        fill = pipeline.fill[len(pipeline.fill) - answer.metrics.timesteps :]
+        written = self.written(prompter, answer.sequence, str(answer.finished))
+        return costs(len(asked.prompt_token_ids), answer.metrics, fill) | written
+
+    def tokenized(self, prompter: Prompter, request: PromptRequest, number: int = 0) -> TokenizedRequest:
+        """The first request for the answer to ``request``."""
+        assert request.method is not None
+        prompt, options = self.prompt(prompter, request), make_options(request.method, request.options)
+        return TokenizedRequest(number, prompt, request.sampling, request.method, options, threads=self.settings)
+
+    def written(self, prompter: Prompter, sequence: Sequence, finish_reason: str) -> Row:
+        """``written_fields`` of an answer by one request."""
         document: list[tuple[object, int]]
+        tokens = sequence.document()
         if self.dialect is None:
             special = prompter.tokenizer.all_special_ids
-            is_text = [token not in special for token in answer.token_ids]
-            document = [(0, token) for token in answer.token_ids]
-            of_threads, counts = sequential_metrics(len(prompt), len(is_text), sum(is_text)), {}
+            is_text = [token.token_id not in special for token in tokens]
+            document = [(0, token.token_id) for token in tokens]
+            of_threads, counts = sequential_metrics(sequence.prompt_length, len(is_text), sum(is_text)), {}
         else:
-            sequence = answer.sequence
-            written = sequence.document()
-            is_text = [not token.is_control for token in written]
+            is_text = [not token.is_control for token in tokens]
             # Thread paths, not numbers: numbers depend on the order in which threads opened.
-            document = [(list(sequence.threads[token.thread].path), token.token_id) for token in written]
+            document = [(list(sequence.threads[token.thread].path), token.token_id) for token in tokens]
             of_threads, counts = measure(sequence), dict(sequence.anomalies)
-        return costs | written_fields(document, str(answer.finished), sum(is_text[1:]), of_threads, counts)
+        return written_fields(document, finish_reason, sum(is_text[1:]), of_threads, counts)

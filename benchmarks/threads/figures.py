@@ -34,8 +34,10 @@ def fill_figure(frame: DataFrame, title: str | None = None) -> Figure:
     """The rows of every stage, timestep by timestep, of one answer in one thread and in several, with speculation and without.
 
     The answer is the one with most threads of all dialects and prompts. Each panel shows the timesteps with most rows. Raises
-    NoFigure if the run has not all four, or no answer has two threads.
+    NoFigure if the run has not all four, no answer has two threads, or it was measured on a running cluster.
     """
+    if frame["preset"][0] is None:
+        raise NoFigure("only an emulated pipeline's stages report their rows")
     answers = _most_threads(frame)
     both = answers["both"]
     length = min(_MAX_TIMESTEPS, *(len(one["fill"]) for one in answers.values()))
@@ -103,8 +105,9 @@ def speedup_figure(frame: DataFrame, title: str | None = None) -> Figure:
         f"{dialect}: {max(one['count'] for one in found if one['dialect'] == dialect)} prompts"
         for dialect in dict.fromkeys(one["dialect"] for one in found)
     )
+    preset = frame["preset"][0]
     notes = [
-        f"Emulated: {frame['preset'][0]}, {frame['model'][0]}, computed clock",
+        "Measured on a running cluster" if preset is None else f"Emulated: {preset}, {frame['model'][0]}, computed clock",
         f"Answers of two threads or more, {counts}. Over pp in one thread; geometric means over prompts",
     ]
     return style.finish(figure, notes, title)

@@ -25,10 +25,11 @@ QUESTION = ["prompt_set", "prompt_index"]
 # With threads and without, with speculation and without.
 COMBINATIONS = ("neither", "threads", "speculation", "both")
 ALL, FORKED = "all", "forked"
+_COMPUTED = "Emulated, computed clock: times are arithmetic, tokens and rows are real."
+_MEASURED = "Measured on a running cluster; how full its stages are is not known."
 _ABOUT = (
-    "Emulated, computed clock: times are arithmetic, tokens and rows are real. An answer's time begins with its first token: its "
-    "prompt comes before. To a prompt in a dialect all methods and pipelines gave the same answer. Forked: answers of two "
-    "threads or more; cut: at max_tokens. Ratios are geometric means over prompts."
+    "An answer's time begins with its first token: its prompt comes before. To a prompt in a dialect all methods and pipelines "
+    "gave the same answer. Forked: answers of two threads or more; cut: at max_tokens. Ratios are geometric means over prompts."
 )
 _COSTS = ["decode_ms", "ms_per_token"]
 _TIMES = [*_COSTS, "tokens_ms", "answer_ms"]
@@ -54,13 +55,13 @@ _SPEED_COLUMNS = (
 def read_frame(records: Iterable[Row]) -> DataFrame:
     """Lines of the file as a frame; of several rows for one answer the last.
 
-    Columns: preset, model, stages; dialect and method, ordered categories (``SEQUENTIAL`` first, then as they appear); the
-    question, prompt_set and prompt_index; the fields of ``ThreadMetrics``; is_forked, two threads or more; anomalies, a count by
-    name; is_cut, ended at ``max_tokens``; prefill_ms, emulated, until the first token; decode_ms, from then on; prompts_ms, the
-    part of it that passed until further requests for the answer had begun; tokens_ms, the rest of it; answer_ms, with
-    prefill; decoded_text, text tokens except the first token of the answer; ms_per_token, NaN without such tokens; timesteps,
-    hits, misses; fill, the rows of each group in each timestep; rows, their sum; busy, the group-timesteps with rows;
-    group_timesteps, all of them.
+    Columns: preset, None for a running cluster; model, stages; dialect and method, ordered categories (``SEQUENTIAL`` first, then
+    as they appear); the question, prompt_set and prompt_index; the fields of ``ThreadMetrics``; is_forked, two threads or more;
+    anomalies, a count by name; is_cut, ended at ``max_tokens``; prefill_ms, until the first token; decode_ms, from then on;
+    prompts_ms, the part of it that passed until further requests for the answer had begun; tokens_ms, the rest of it; answer_ms,
+    with prefill; decoded_text, text tokens except the first token of the answer; ms_per_token, NaN without such tokens;
+    timesteps, hits, misses; fill, the rows of each group in each timestep, empty for a running cluster; rows, their sum; busy,
+    the group-timesteps with rows; group_timesteps, all of them.
     """
     copied = (
         "preset", "dialect", "method", *QUESTION, "anomalies", "prefill_ms", "decode_ms", "prompts_ms", "decoded_text",
@@ -231,7 +232,9 @@ def document(frame: DataFrame) -> str:
 
 def markdown(frame: DataFrame, about: str = "", papers: Mapping[str, Sequence[list[str]]] | None = None) -> str:
     """All figures as tables. ``about`` is appended to the text above them, ``papers`` has further lines by dialect."""
-    parts = [f"Preset {frame['preset'][0]}, {frame['model'][0]}. {_ABOUT}{about and ' '}{about}"]
+    preset, model = frame["preset"][0], frame["model"][0]
+    began = _MEASURED if preset is None else f"Preset {preset}, {model}. {_COMPUTED}"
+    parts = [f"{began} {_ABOUT}{about and ' '}{about}"]
     found = structures(frame)
     found = found.assign(
         prompt_set=[PROMPT_SETS.get(name, name) for name in found["prompt_set"]],

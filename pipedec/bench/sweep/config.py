@@ -9,7 +9,7 @@ from msgspec import structs
 
 from pipedec.bench.options import Drawing, Positive, Priors
 from pipedec.bench.policy import Policy, parse_policies
-from pipedec.bench.sweep.pipelines import Measurable, ModelPair, RunningShape, Shape, as_it_is, emulated
+from pipedec.bench.sweep.pipelines import Measurable, ModelPair, RunningShape, Shape, as_it_is, check_is_real, emulated
 from pipedec.client.run_handle import RunHandle
 from pipedec.config import NONE, ClusterConfig
 from pipedec.config.settings import Dispatch
@@ -66,8 +66,8 @@ class SweepConfig(Drawing):
     def __post_init__(self) -> None:
         parse_policies(self.methods, "--methods")
         check_fields(self)
-        if self.running is not None and (emulated := self.running.description.emulation) is not None:
-            raise UserError(f"run {self.running.run_id} emulates {emulated}: measure a cluster that does not, or use --preset")
+        if self.running is not None:
+            check_is_real(self.running)
         for name in self.launched:
             self.cluster.find_partition(name)
         if self.running is None and not self.launched:

@@ -14,6 +14,7 @@ from pipedec.bench.record import Row, key_of
 from pipedec.checkpoints import weights_digest
 from pipedec.client.run_handle import RunHandle
 from pipedec.config import AUTO, ClusterConfig, Settings
+from pipedec.core.errors import UserError
 from pipedec.decoding.learned import NOTHING_LEARNED
 from pipedec.engine.build import resolve
 from pipedec.engine.experience_files import shipped_acceptance
@@ -156,6 +157,12 @@ class RunningShape:
 
 
 Measurable = Shape | RunningShape
+
+
+def check_is_real(running: RunHandle) -> None:
+    """Raises UserError if the cluster emulates another."""
+    if (name := running.description.emulation) is not None:
+        raise UserError(f"run {running.run_id} emulates {name}: measure a cluster that does not, or use --preset")
 
 
 def described_pair(description: RunDescription, run_id: str) -> Row:
