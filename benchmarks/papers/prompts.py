@@ -33,6 +33,9 @@ SOURCES = {
 }
 SUBTASKS = ("coding", "extraction", "humanities", "math", "reasoning", "roleplay", "stem", "writing")  # of MT-Bench
 SOURCES |= {name: (f"mt_bench/question.jsonl#category={name}",) for name in SUBTASKS}
+_VICUNA = ("coding", "common-sense", "counterfactual", "fermi", "generic", "knowledge", "math", "roleplay", "writing")
+VICUNA_TASKS = tuple(f"vicuna-{name}" for name in _VICUNA)
+SOURCES |= {f"vicuna-{name}": (f"vicuna_bench/question.jsonl#category={name}",) for name in _VICUNA}
 TEXTS = ("details", "descriptions", "explanations")  # kinds of questions whose answers are paragraphs
 CORPUS = ("code", "docstrings")  # kinds of which the shipped models' text is made
 
