@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -24,6 +25,7 @@ from transformers.utils import logging
 
 from benchmarks.llama_cpp import NAME, LlamaCpp, is_installed
 from benchmarks.output import Device, Out, append, console, machine_text, pipeline_row, titled_table
+from benchmarks.self_speculation import SEARCH_PROMPTS, SEARCH_TOKENS, search_skipped, without_layers
 from pipedec.bench.options import Draft, Positive, Target
 from pipedec.bench.record import Row, check_writable, header
 from pipedec.config import AUTO, Settings
@@ -48,6 +50,7 @@ from pipedec.threads.sequences import Sequences
 from pipedec.verify.reference import load_transformers
 
 LOOKUP_TOKENS = 10
+LAYERS_SKIPPED = "layers skipped"
 _LLAMA_CPP_TOKENS = 4096
 
 
@@ -75,28 +78,37 @@ class Contender(Protocol):
 
 
 class TransformersContender:
-    """``generate`` of a loaded target, with a KV cache even if its generation config has it off."""
+    """``generate`` of a loaded target, with a KV cache even if its generation config has it off.
 
-    def __init__(self, name: str, target: Any, **options: Any) -> None:
+    ``part``: a model of some of the target's layers, whose forwards count as their share.
+    """
+
+    def __init__(self, name: str, target: Any, part: Any = None, **options: Any) -> None:
         self.name, self.count = name, PassCount()
         self._target, self._options = target, options
+        self._counted = [target] if part is None else [target, part]
 
     @torch.inference_mode()
     def answer(self, prompt_token_ids: Sequence[int], max_tokens: int) -> list[int]:
         prompt = torch.tensor([list(prompt_token_ids)], device=self._target.device)
 
         def count_pass(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
-            self.count.add(keywords["input_ids"].shape[1])
+            self.count.add(keywords["input_ids"].shape[1], _num_layers(module) / _num_layers(self._target))
 
-        counting = self._target.register_forward_hook(count_pass, with_kwargs=True)
+        counting = [model.register_forward_hook(count_pass, with_kwargs=True) for model in self._counted]
         try:
             output = self._target.generate(
                 prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_tokens, do_sample=False, use_cache=True,
                 pad_token_id=0, **self._options,
             )  # fmt: skip
         finally:
-            counting.remove()
+            for hook in counting:
+                hook.remove()
         return [int(token) for token in output[0, prompt.shape[1] :]]
+
+
+def _num_layers(model: Any) -> int:
+    return len(model.get_decoder().layers)
 
 
 class PipelineContender:
@@ -137,12 +149,15 @@ class CountedStage(StageModel):
         return super().forward(inputs, lanes)
 
 
-def load_contenders(spec: PipelineSpec) -> list[Contender]:
+def load_contenders(spec: PipelineSpec, self_speculation: bool = False) -> list[Contender]:
     """Greedy ``transformers`` first; contenders that need a draft model or BiTA only if ``spec`` has one; llama.cpp where the
     target is a GGUF file and the package ``xllamacpp`` is installed.
 
     The default method runs in one stage and in the stages of ``spec``; other methods gain nothing from stages in one process.
     Raises UserError if ``transformers`` does not accept the draft model.
+
+    Args:
+        self_speculation: also the target with some of its layers as a draft, after a search for them.
     """
     device = chosen_device(spec.settings.cut.device)
     target = load_transformers(spec.target, DTYPES[spec.dtype], device, attn_implementation="sdpa")
@@ -156,6 +171,8 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
             )
         contenders.append(TransformersContender("transformers assisted", target, assistant_model=draft))
     contenders.append(TransformersContender("transformers lookup", target, prompt_lookup_num_tokens=LOOKUP_TOKENS))
+    if self_speculation:
+        contenders.append(_self_speculation(target, spec, device))
     if is_gguf(spec.target) and is_installed():
         contenders.append(LlamaCppContender(spec.target))
     spec = spec.replaced(prefix_cache=False)  # every answer computes its prompt
@@ -169,6 +186,16 @@ def load_contenders(spec: PipelineSpec) -> list[Contender]:
         pipeline, count = _load_counted(spec, device)
         contenders.append(PipelineContender(f"pipedec, {spec.settings.cut.stages} stages", pipeline, DEFAULT_METHOD, count))
     return contenders
+
+
+def _self_speculation(target: Any, spec: PipelineSpec, device: torch.device) -> Contender:
+    """The target with a part of its layers as its draft, those by which it answers the prompts of the search best."""
+    prompter, greedy = Prompter(spec.target, model_config(spec.target).max_position_embeddings), TransformersContender("", target)
+    prompts = [prompter.token_ids(prompt, False, SEARCH_TOKENS) for prompt in SEARCH_PROMPTS]
+    answers = [torch.tensor([[*ids, *greedy.answer(ids, SEARCH_TOKENS)]], device=device) for ids in prompts]
+    skipped = search_skipped(target, answers)
+    draft = without_layers(target, skipped)
+    return TransformersContender(f"transformers, {len(skipped)} {LAYERS_SKIPPED}", target, draft, assistant_model=draft)
 
 
 @contextmanager
@@ -318,6 +345,9 @@ class PairFlags:
     ] = None
     stages: Annotated[int, Help("Stages of pipedec's default method, in one process.")] = 4
     device: Device = "auto"
+    self_speculation: Annotated[bool, Help("Also the target without some of its layers as its own draft (searched first).")] = (
+        False
+    )
 
 
 @dataclass(frozen=True)
@@ -357,7 +387,8 @@ def alternatives(pair: PairFlags, prompts: PromptFlags, config: AlternativesConf
         Settings.of(target=pair.target, draft=pair.draft, bita=pair.bita, stages=pair.stages, dtype="float32", device=pair.device)
     )
     with console.status("loading") as status:
-        rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"))
+        load = partial(load_contenders, self_speculation=pair.self_speculation)
+        rows = measure_alternatives(spec, texts, config, lambda done, total: status.update(f"answer {done} of {total}"), load)
     Console().print(_table(rows))
     append(out, rows)
 

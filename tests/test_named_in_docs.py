@@ -1,7 +1,8 @@
 """What documents and docstrings name in backticks exists: paths, modules, classes, functions, attributes, settings and flags.
 
 A path is relative to the top, to ``pipedec/`` or to the page's own folder. Of a dotted name, each part is a member of the module
-or class before it. ``NAME`` and a few other words in capitals stand for anything.
+or class before it. On a page, names directly after a file are defined there. ``NAME`` and a few other words in capitals stand for
+anything.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ OTHERS = {
     "HF_HOME", "ORG/MODEL",
     "_bytes", "_ms", "readme", "--max-seqs N",  # parts of names, and examples
 }  # fmt: skip
+IN_A_FILE = re.compile(r"(`[\w/]+\.(?:py|lua)`) (`[\w.]+`(?:, `[\w.]+`)*)")
 ANYTHING = re.compile(r"(?<![A-Za-z0-9_])(?:NAME|GROUP|OLD|NEW|RUN|EPOCH|OUT)(?![A-Za-z0-9_])")
 
 
 @pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page_names_what_exists(page: Path) -> None:
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    assert missing(re.findall(r"`([^`\n]+)`", prose), page) == []
+    assert missing(re.findall(r"`([^`\n]+)`", IN_A_FILE.sub(r"\1", prose)), page) == []
+    in_files = [(path.strip("`"), name) for path, names in IN_A_FILE.findall(prose) for name in re.findall(r"[\w.]+", names)]
+    assert [(path, name) for path, name in in_files if not is_in_file(name, path, page)] == []
 
 
 def test_docstrings_name_what_exists() -> None:
@@ -56,6 +60,17 @@ def test_docstrings_name_what_exists() -> None:
 )  # fmt: skip
 def test_a_name_that_has_gone_is_found(named: str) -> None:
     assert missing([named], ROOT / "README.md") == [named]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("pipedec/tree/prediction_tree.py", "grow"), ("pipedec/tree/prediction_tree.py", "PredictionTree.shrink"),
+     ("pipedec/tree/masks.py", "PredictionTree.grow"), ("lua/graph.lua", "grant_windows"), ("pipedec/tree/gone.py", "grow")],
+)  # fmt: skip
+def test_a_name_that_is_not_in_its_file_is_found(path: str, name: str) -> None:
+    assert not is_in_file(name, path, ROOT / "README.md")
+    assert is_in_file("PredictionTree.grow", "tree/prediction_tree.py", PAGES[0])
+    assert is_in_file("complete", "lua/graph.lua", PAGES[0])
 
 
 def missing(named: Iterable[str], page: Path) -> list[str]:
@@ -80,6 +95,17 @@ def exists(named: str, page: Path) -> bool:
         return file is not None and (not test or f"def {test}(" in file.read_text(encoding="utf-8"))
     name = re.fullmatch(r"@?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?:\(.*\))?", named)
     return name is None or name[1].rpartition(".")[2] in USERS or is_defined(name[1].split("."), page)
+
+
+def is_in_file(named: str, path: str, page: Path) -> bool:
+    """Whether the file has this function, class or constant, or this class with a member."""
+    if (file := first(path, page)) is None:
+        return False
+    name, _, member = named.partition(".")
+    if member:
+        return name in definitions(file).members and member in all_definitions().members_of(name)
+    openings = r"(?:(?:async )?def |class |(?:local )?function (?:\w+\.)?)?"
+    return re.search(rf"^{openings}{name}\b", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 
 def first(pattern: str, page: Path) -> Path | None:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.output import console
-from benchmarks.papers.prompts import find_prompts
+from benchmarks.papers.prompts import described, find_prompts
 from pipedec.bench.record import header, key_of
 from pipedec.cluster.processes import die_with_parent
 from pipedec.core.errors import PipedecError
@@ -101,6 +101,7 @@ class Experiment:
         tables: its tables, from what the commands wrote.
         trains: whether the commands train models, for hours: only for the asking.
         real: whether it can also measure a real cluster.
+        place: where it measures otherwise.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Experiment:
     tables: Callable[[Place], list[Table]]
     trains: bool = False
     real: bool = False
+    place: str = "emulated"
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,14 @@ def measured(experiment: Experiment, place: Place) -> Result:
         return found
     for number, words in enumerate(commands, start=1):
         console.print(f"{experiment.name}, {number} of {len(commands)}: {shown[number - 1]}", markup=False, soft_wrap=True)
-        run(words, place.out / "logs" / f"{experiment.name}-{number}.txt")
+        done = place.out / "done" / key_of([place.size, shown[number - 1]])  # perhaps by an experiment that shares the rows
+        if not done.is_file():
+            run(words, place.out / "logs" / f"{experiment.name}-{number}.txt")
+            done.parent.mkdir(exist_ok=True)
+            done.touch()
     made = header("papers", {})
     result = Result(
-        experiment.name, asked, place.size, _prompts_text(place), " ".join(place.cluster) or "emulated", made["revision"],
+        experiment.name, asked, place.size, described(shown), " ".join(place.cluster) or experiment.place, made["revision"],
         f"{made['machine']['cpu']}, {made['machine']['cores']} cores", shown, experiment.tables(place),
     )  # fmt: skip
     write_result(kept, result)
@@ -167,7 +173,3 @@ def write_result(path: Path, result: Result) -> None:
     partial = path.with_suffix(".partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     partial.replace(path)
-
-
-def _prompts_text(place: Place) -> str:
-    return "questions about Python's library" if place.data is None else "the papers' data sets where they are at hand"

@@ -21,13 +21,13 @@ def _measured(experiment: Experiment, result: Result | None) -> list[str]:
     command = f"`python -m benchmarks.papers {experiment.name}`"
     if result is None:
         return [f"{command}, not run yet.", experiment.differs]
-    size = f"{result.size} size; {result.place}; {result.prompts}"
+    size = "; ".join(text for text in (f"{result.size} size", result.place, result.prompts) if text)
     provenance = f"*{command}; {size}; {result.machine}; revision {result.revision[:8]}.*"
     return [provenance, *(_table(table) for table in result.tables), experiment.differs]
 
 
 def _table(table: Table) -> str:
-    left = [at for at in range(len(table.columns)) if at == 0 or not any(map(_is_number, (row[at] for row in table.rows)))]
+    left = [at for at in range(len(table.columns)) if not all(_is_number(row[at]) for row in table.rows)]
     parts = [f"*{table.title}*"] if table.title else []
     parts.append(markdown_table(table.columns, table.rows, left))
     parts += [table.note] if table.note else []
@@ -35,4 +35,4 @@ def _table(table: Table) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    return cell[:1].isdigit() or cell[:1] in "−-+"
+    return not cell or cell == "–" or (cell[:1] in "−-+0123456789" and " (" not in cell)

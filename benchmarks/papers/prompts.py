@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from pipedec.core.errors import UserError
-from recipes.reference_models.library_questions import library_questions
+from recipes.reference_models.library_questions import corpus_questions, library_questions
+from recipes.thread_models.records import Question
 
 # For each set the sources that have it or stand in for it, the best one first; below the directory of the data.
 SOURCES = {
@@ -22,13 +25,16 @@ SOURCES = {
     "drop": ("drop/validation.jsonl", "spec_bench/question.jsonl#category=rag"),
     "mmlu": ("mmlu/test.jsonl", "spec_bench/question.jsonl#category=math_reasoning"),
     "xsum": ("xsum/test.jsonl", "spec_bench/question.jsonl#category=summarization"),
-    "cip": ("cip/train.jsonl", "vicuna_bench/question.jsonl"),
+    "cip": ("cip/test.jsonl", "vicuna_bench/question.jsonl"),
     "humaneval-x": ("humaneval-x/python.jsonl", "humaneval/HumanEval.jsonl.gz"),
     "mt-bench": ("mt_bench/question.jsonl",),
     "vicuna": ("vicuna_bench/question.jsonl",),
     "alpacaeval": ("alpacaeval/eval.jsonl", "vicuna_bench/question.jsonl"),
 }
+SUBTASKS = ("coding", "extraction", "humanities", "math", "reasoning", "roleplay", "stem", "writing")  # of MT-Bench
+SOURCES |= {name: (f"mt_bench/question.jsonl#category={name}",) for name in SUBTASKS}
 TEXTS = ("details", "descriptions", "explanations")  # kinds of questions whose answers are paragraphs
+CORPUS = ("code", "docstrings")  # kinds of which the shipped models' text is made
 
 
 def find_prompts(data: Path | None, sets: Sequence[str], out: Path) -> list[str]:
@@ -47,11 +53,36 @@ def find_prompts(data: Path | None, sets: Sequence[str], out: Path) -> list[str]
     return list(found.values())
 
 
-def _library(kind: str, out: Path) -> Path:
-    """A file of held-out questions whose answers are lists, or texts."""
-    path = out / "prompts" / f"{kind}.jsonl"
+def described(commands: Sequence[str]) -> str:
+    """Which prompts the ``--prompts`` flags of command lines name, and what stands in for which set."""
+    found = dict.fromkeys(word for line in commands for flag, word in pairwise(line.split()) if flag == "--prompts")
+    sources = [source.partition("=") for source in found]
+    own = [name for name, _, file in sources if f"DATA/{SOURCES.get(name, ('',))[0]}" == file or name not in SOURCES]
+    others = [f"{name} by {file.removeprefix('DATA/')}" for name, _, file in sources if name not in own]
+    return f"prompts: {', '.join(own)}" + (f"; replaced: {', '.join(others)}" if others else "")
+
+
+def training_prompts(data: Path | None, out: Path) -> dict[str, Path]:
+    """Files of prompts to train on, by source; none is among the prompts that are asked."""
+    found = {kind: _library(kind, out, held_out=False) for kind in ("code", "docstrings", "lists")}
+    problems = None if data is None else data / "gsm8k" / "train.jsonl"
+    return found | ({"problems": problems} if problems is not None and problems.is_file() else {})
+
+
+def _library(kind: str, out: Path, held_out: bool = True) -> Path:
+    """A file of questions about the library: answered by lists or texts, or of the corpus (``code``, ``docstrings``)."""
+    path = out / "prompts" / f"{kind}{'' if held_out else '-to-train'}.jsonl"
     if not path.is_file():
-        asked = [one for one in library_questions(0) if one.held_out and (one.kind in TEXTS) == (kind == "texts")]
+        asked = [one.prompt for one in _questions().get(kind, ()) if one.held_out == held_out]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"prompt": one.prompt}) + "\n" for one in asked), encoding="utf-8")
+        path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in asked), encoding="utf-8")
     return path
+
+
+@cache
+def _questions() -> dict[str, list[Question]]:
+    """All questions, by the kind of their answers."""
+    found: dict[str, list[Question]] = {}
+    for one in (*library_questions(0), *corpus_questions()):
+        found.setdefault("texts" if one.kind in TEXTS else one.kind if one.kind in CORPUS else "lists", []).append(one)
+    return found

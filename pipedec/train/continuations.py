@@ -43,7 +43,7 @@ class SplitPrompts:
 
 def file_prompts(
     prompter: Prompter, sources: tuple[PromptSource, ...], new_tokens: int, max_prompts: int | None = None,
-    taken: Container[str] = (),
+    taken: Container[str] = (), raw: bool = False,
 ) -> dict[str, SplitPrompts]:  # fmt: skip
     """The prompts of files, through the chat template, by set.
 
@@ -51,6 +51,7 @@ def file_prompts(
         new_tokens: of an answer, at most.
         max_prompts: of each set; None = all.
         taken: names that no set may have.
+        raw: skip the chat template.
 
     Raises UserError if a prompt file is unsound, two sets have one name, or no prompt of a set fits the target's context.
     """
@@ -64,7 +65,7 @@ def file_prompts(
             if len(found) == max_prompts:
                 break
             with suppress(UserError):  # it does not fit the context
-                found.append(list(prompter.token_ids(prompts.prompts[number], raw=False, max_tokens=new_tokens)))
+                found.append(list(prompter.token_ids(prompts.prompts[number], raw, max_tokens=new_tokens)))
         if not found:
             raise UserError(f"no prompt of {prompts.name} fits into the target's context: use shorter ones")
         sets[source.name] = split(found)

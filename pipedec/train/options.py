@@ -15,7 +15,7 @@ from pipedec.data import PromptSource
 from pipedec.engine.build import resolve
 from pipedec.engine.devices import chosen_device
 from pipedec.families import model_config
-from pipedec.flags import Command, Help, given_values, option_fields, options_of, partial_of, with_options
+from pipedec.flags import Command, Help, given_values, option, option_fields, options_of, partial_of, with_options
 from pipedec.text.prompt import Prompter
 from pipedec.train.bita import BitaRecipe
 from pipedec.train.continuations import SplitPrompts, file_prompts
@@ -32,6 +32,11 @@ Compiled = Annotated[bool, Help("Use torch.compile (needs a C++ compiler).", fla
 OnlyAcceptance = Annotated[bool, Help("Do not train: write OUT/draft/acceptance.json for --draft.", flag="--only-acceptance")]
 PartialRun = Callable[..., Run]
 run_options = partial_of(Run, "run")
+# §4.1 of the paper, for targets up to 13B; larger ones have 4 masks. One group of masks follows each sample (§3.1).
+PAPER_BITA = {
+    "masks": 3, "prompt_tokens": 16, "groups": 1, "batch": 128, "learning_rate": 0.03, "start_std": 0.02, "markov_rank": 0,
+}  # fmt: skip
+_BITA_DEFAULTS = Help("Whose defaults; the paper's are for targets up to 13B, larger ones have 4 masks.", flag="--recipe")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class TrainingPromptFlags:
     max_prompts: Annotated[Annotated[int, Meta(ge=1)] | None, Help("Maximum number of prompts of each set (default: all).")] = (
         None
     )
+    raw_prompt: Annotated[bool, Help("Do not apply the model's chat template.")] = False
 
     def check(self, alternative: str = "") -> None:
         """Raises UserError if there are no prompts."""
@@ -52,7 +58,8 @@ class TrainingPromptFlags:
 
     def read(self, prompter: Prompter, new_tokens: int, taken: tuple[str, ...] = ()) -> dict[str, SplitPrompts]:
         """Token ids of the prompts of every set. Raises UserError as ``file_prompts`` does."""
-        return file_prompts(prompter, tuple(map(PromptSource.parse, self.prompts)), new_tokens, self.max_prompts, taken)
+        sources = tuple(map(PromptSource.parse, self.prompts))
+        return file_prompts(prompter, sources, new_tokens, self.max_prompts, taken, self.raw_prompt)
 
 
 @dataclass(frozen=True)
@@ -74,11 +81,13 @@ def bita_options(command: Command) -> Command:
     """Add the options of training BiTA; the command gets ``asked``, ``run``, ``recipe`` and ``device``."""
 
     def gather(values: dict[str, Any]) -> dict[str, Any]:
-        if values["prompting"] == "none" and "prompt_tokens" not in given_values(values):
-            values["prompt_tokens"] = 0
-        return {"recipe": BitaRecipe(**values)}
+        given, defaults = given_values(values), {} if values.pop("defaults") == "ours" else PAPER_BITA
+        if values["prompting"] == "none":
+            defaults = {**defaults, "prompt_tokens": 0}
+        return {"recipe": BitaRecipe(**{**values, **defaults, **{name: given[name] for name in given if name in values}})}
 
-    recipe_options = with_options(device_options(command), option_fields(BitaRecipe), gather)
+    named = {"defaults": option("defaults", Literal["ours", "paper"], _BITA_DEFAULTS, "ours")}
+    recipe_options = with_options(device_options(command), {**named, **option_fields(BitaRecipe)}, gather)
     return options_of(TrainingPromptFlags, "asked")(run_options(recipe_options))
 
 

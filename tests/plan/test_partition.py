@@ -272,6 +272,8 @@ def test_the_table_shows_the_transfers_of_as_many_rows_as_the_default_method_sen
 def test_plain_decoding_takes_a_pass_per_token(paper: ClusterConfig) -> None:
     planned = plan(paper, "paper-14")
     assert f"{planned.tpot_ms:.1f} ms   per token, without speculation" in shown(planned)
+    in_turn_ms = sum(stage.compute_ms + stage.timing.send_ms(1) for stage in planned.stages)
+    assert planned.tpot_ms == pytest.approx(in_turn_ms, rel=1e-3), "§2.4: the sum over all stages"
     assert planned.pass_ms(Load(76)) < 1.5 * planned.tpot_ms, "more rows are sent"
     assert planned.pass_ms(Load(2 * 76)) > 1.9 * planned.tpot_ms
     read_ms = planned.pass_ms(Load(2, 2 * 4000)) - planned.pass_ms(Load(2))

@@ -20,7 +20,7 @@ from pipedec.core.errors import UserError
 from pipedec.threads import measure
 from pipedec.train.run import TrainingLoop, linear_decay, muon_and_adamw
 from recipes.thread_models.__main__ import thread_models as command
-from recipes.thread_models.bonbon import BonbonRecipe, PairSteps, bonbon_gap, bonbon_loss, prefer
+from recipes.thread_models.bonbon import BonbonRecipe, Kept, PairSteps, bonbon_gap, bonbon_loss, prefer
 from recipes.thread_models.chat_endpoint import ChatEndpoint
 from recipes.thread_models.learning import PaddedRows, ThreadRecipe, learned_logits
 from recipes.thread_models.ranking import (
@@ -34,6 +34,7 @@ from recipes.thread_models.ranking import (
 )
 from recipes.thread_models.ranking import PreferencePair as Preference
 from recipes.thread_models.report import PREFERENCE_CARD, ThreadsRun, thread_card
+from recipes.thread_models.rounds import Rounds, scores_of
 from recipes.thread_models.rows import RowWriter, tree_row
 from recipes.thread_models.tuning import Student, tune
 
@@ -226,6 +227,30 @@ def test_the_next_run_takes_what_the_last_one_left_and_refuses_what_is_not_its_o
         train(RECIPE, pair.foreign_draft)
     with pytest.raises(UserError, match="nothing to prefer"):
         train(replace(RECIPE, max_tokens=1), data=write_records(tmp_path / "one.jsonl", "pasta", 1))
+
+
+def test_a_round_begins_with_the_model_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PASTA §6.1. The first rounds of all scores share their samples, as they begin with the same model."""
+    begun = []
+
+    def one_round(
+        files: object, model: Path, baseline: object, recipe: BonbonRecipe, run: ThreadsRun, endpoint: object, kept: Kept
+    ) -> dict[str, Any]:
+        begun.append((model, run.out, kept.samples))
+        return {"recipe": recipe.described(), "before": {}, "held_out": {}}
+
+    monkeypatch.setattr("recipes.thread_models.rounds.prefer", one_round)
+    run, sft = run_in(tmp_path), tmp_path / "sft"
+    run.out.mkdir()
+    Rounds((), sft, sft, scores_of(RECIPE, (1.0, math.inf), ("speedup",)), rounds=2).run(run)
+    assert begun == [
+        row
+        for score in ("lambda-1", "lambda-inf")
+        for row in (
+            (sft, run.out / score / "round-1", run.work / "round-1"),
+            (run.out / score / "round-1", run.out / score / "round-2", run.work / score / "round-2"),
+        )
+    ]
 
 
 @pytest.mark.parametrize(

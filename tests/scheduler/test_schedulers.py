@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -56,6 +57,29 @@ def test_a_rank_is_granted_in_one_message_what_it_does_in_a_row(make_scheduler: 
     assert taken(scheduler, 0) == ["T:0:1:-1", "C:pre:0:0"]
     assert taken(scheduler, 1) == ["T:0:1:-1", "C:pre:1:0", "T:1:2:0"]
     assert taken(scheduler, 2) == ["T:1:2:0", "C:pre:2:0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_transfer_is_granted_in_the_first_round_in_which_its_ranks_are_free(make_scheduler: MakeScheduler, seed: int) -> None:
+    """Algorithm 2, lines 9 to 17, over transfers that become ready together; the next round begins with all ranks free."""
+    topology = Topology.even(6, 6)
+    pairs = random.Random(seed).sample([(source, target) for source in topology.ranks for target in range(source)], 12)
+    pending = [Task.transfer(source, target, seq) for seq, (source, target) in enumerate(pairs)]
+    scheduler = make_scheduler(topology)
+    scheduler.open(DESCRIPTION)
+    scheduler.begin_session(0, [Planned(task) for task in pending], 0)
+    granted = defaultdict[int, list[str]](list)
+    while pending:
+        bitmap, waiting = set[int](), list[Task]()
+        for task in pending:
+            if bitmap & {task.source, task.target}:
+                waiting.append(task)
+                continue
+            bitmap |= {task.source, task.target}
+            for rank in (task.source, task.target):
+                granted[rank].append(task.id)
+        pending = waiting
+    assert {rank: taken(scheduler, rank) for rank in granted} == granted
 
 
 @pytest.mark.failure_case("S13")

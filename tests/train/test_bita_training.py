@@ -38,7 +38,7 @@ from pipedec.train.mask_rows import (
     prompt_shape,
     token_pass,
 )
-from pipedec.train.run import Figures, Run, TrainingLoop
+from pipedec.train.run import Figures, Run, TrainingLoop, epoch_batch
 
 CPU = torch.device("cpu")
 RECIPE = BitaRecipe(
@@ -132,6 +132,23 @@ def test_groups_hang_behind_places_that_have_a_label() -> None:
     assert all(len(places) == 5 and places == sorted(set(places)) for places in drawn) and drawn[0] != drawn[1]
     rows = mask_rows(SAMPLES, PLACES, 3, 0)
     assert rows.labels[1, 6:].tolist() == [NO_LABEL] * 3 and rows.masks[0].tolist() == [0, 1, 2] * 3
+
+
+def test_the_loss_is_that_of_equation_1(tmp_path: Path) -> None:
+    """BiTA §3.1: −log P of each token that a group has to predict, by a forward of that group alone; their mean in a step."""
+    target = save_tiny("llama", tmp_path, dtype=torch.float64).requires_grad_(False)
+    recipe = replace(RECIPE, groups=3, batch=len(SAMPLES))
+    learned = Learned(target, recipe.masks, recipe.prompt_tokens, "deep", 0.5, seed=0).double()
+    found = MaskSteps(target, learned, Continuations({"all": SAMPLES}, {}), recipe)(0)["loss"]
+    prompt, generator = learned.prompt_of(target), torch.Generator().manual_seed(recipe.seed * 1_000_003)
+    losses = []
+    for sample in [SAMPLES[number] for number in epoch_batch(0, len(SAMPLES), recipe.batch, recipe.seed)]:
+        for place in draw_places(sample, recipe.groups, generator).tolist():
+            alone = mask_rows([sample], [torch.tensor([place])], recipe.masks, recipe.prompt_tokens)
+            log_probs = logits_of_groups(target, prompt, learned.masks, alone).detach().log_softmax(-1)
+            following = sample.ids[place + 2 : place + 2 + recipe.masks]
+            losses += [-float(log_probs[mask, token]) for mask, token in enumerate(following)]
+    assert len(losses) > recipe.masks and found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
 
 
 def test_figures_count_guesses_and_tokens_a_pass() -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedec.tree import Advance, PredictionTree, Visibility, is_mask, mask_groups, visible_slots
+from pipedec.tree import Advance, Candidates, PredictionTree, Visibility, is_mask, mask_groups, visible_slots
 
 
 class NaiveTree:
@@ -99,6 +99,39 @@ def test_rows_to_keep_that_are_no_tree_are_refused(rows: list[int]) -> None:
     with pytest.raises(ValueError, match="begin with the root"):
         tree.keep(torch.tensor(rows, dtype=torch.int64))
     assert tree.token_ids.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("width", [1, 3, 5, 30])
+def test_a_layer_is_the_likeliest_paths_of_all_candidates(width: int) -> None:
+    """The paper's §3.3.3: cumulative log-probabilities, and the min(w, n·c) best of a layer in the order of their parents."""
+    generator = torch.Generator().manual_seed(width)
+    tree, chances = PredictionTree(block=4), {(9,): 0.0}
+    tree.plant(9)
+    for _ in range(5):
+        paths = [path_of(tree, row) for row in range(tree.num_rows)]
+        layer = [row for row, path in enumerate(paths) if len(path) == len(paths[-1])]
+        log_probs = torch.rand(len(layer), 3, generator=generator).log()
+        offered = {
+            (*paths[row], token): chances[paths[row]] + log_probs[place, token].item()
+            for place, row in enumerate(layer)
+            for token in range(3)
+        }
+        best = sorted(offered, key=lambda path: offered[path])[-width:]
+        grown = tree.grow(Candidates(torch.tensor(layer), torch.arange(3).expand(len(layer), -1), log_probs), width)
+        paths += [path for path in offered if path in best]
+        assert [path_of(tree, row) for row in range(tree.num_rows)] == paths and grown.stop == len(paths)
+        chances |= offered
+        if len(paths[-1]) == 4:  # a verdict: the probabilities that are left are relative to the new root
+            hit = paths[-1][:2]
+            tree.advance_to(hit[1:])
+            paths = [path[1:] for path in paths if path[:2] == hit]
+            chances = {path: chances[hit[:1] + path] - chances[hit] for path in paths}
+        torch.testing.assert_close(tree.cumulative_log_probs, torch.tensor([chances[path] for path in paths]))
+
+
+def path_of(tree: PredictionTree, row: int) -> tuple[int, ...]:
+    """The tokens from the root to ``row``."""
+    return (tree.tokens_of([0])[0], *tree.path(row))
 
 
 def test_a_chain_of_rows_in_one_step() -> None:
