@@ -43,6 +43,8 @@ class Dialect:
         max_opener_tokens: maximum tokens of a tag; one that is not complete by then is ordinary text.
         length_pattern: regular expression searched in the tag; its one group is the predicted length of the child.
         length_scale: tokens per unit of the predicted length.
+        length_unit: in training data, the stated length is the child's, rounded up to a multiple of this; if not given, the
+            annotator's.
         default_length: predicted tokens if the tag states no length or there is no pattern.
         max_length: maximum predicted tokens; larger predictions are clamped.
         child_start: forced first token of a child.
@@ -72,6 +74,7 @@ class Dialect:
     max_opener_tokens: _Count = 64
     length_pattern: _Text | None = None
     length_scale: _Count = 1
+    length_unit: _Count | None = None
     default_length: _Count = 40
     max_length: _Count = 1000
     child_end: _Text | None = None

@@ -9,7 +9,7 @@ ids and texts, no model, no rows and no process.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -126,14 +126,15 @@ class DialectGrammar:
 class ThreadedSequence(Sequence):
     """An answer whose tokens may open further threads.
 
-    Predicted lengths are clamped so that ``max_tokens`` tokens always fit into ``max_positions``, the model's limit, if any.
+    Predicted lengths are clamped so that ``max_tokens`` tokens always fit into ``max_positions``, the model's limit, if any. In
+    an answer that is replayed, ``known_lengths`` of children, by their paths, take the place of predicted ones.
     """
 
     can_fork = True
 
     def __init__(
         self, bound: BoundDialect, prompt_length: int, end_token_ids: Iterable[int], max_tokens: int,
-        max_positions: int | None = None, min_tokens: int = 0,
+        max_positions: int | None = None, min_tokens: int = 0, known_lengths: Mapping[tuple[int, ...], int] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(prompt_length, end_token_ids, max_tokens, min_tokens=min_tokens)
         self.leaves_gaps = bound.dialect.after_opening == "predicted"
@@ -141,6 +142,7 @@ class ThreadedSequence(Sequence):
         self._grammar = DialectGrammar(bound, self._end_token_ids)
         self._and_ends = cache(self._end_token_ids.union)  # there may be many stop tokens
         self._anomalies: Counter[Anomaly] = Counter()
+        self._known_lengths = known_lengths or {}
 
     @property
     def anomalies(self) -> dict[str, int]:
@@ -250,11 +252,13 @@ class ThreadedSequence(Sequence):
             thread.tag = None
             if tail := tag.text[self._bound.end_of(tag) :]:  # text after the end of the tag is not part of it
                 thread.tails[thread.num_tokens - 1] = tail
+        path = (*thread.path, len(thread.children))
         predicted, names = self._predict_length(tag, thread.next_position)
         self._anomalies.update(names)
+        predicted = self._known_lengths.get(path, predicted)
         child = DecodeThread(
             number=len(self.threads),
-            path=(*thread.path, len(thread.children)),
+            path=path,
             parent=thread.number,
             opened_at=thread.num_tokens,
             inherited=(*thread.context(), (thread.number, thread.num_tokens)),

@@ -159,6 +159,7 @@ class ModelFlags:
     ] = ()
     target: Annotated[Path | None, Help("Checkpoint directory to start from (default: the pair's target).", "DIR")] = None
     teacher: Annotated[Path | None, Help("Tuned model to distil from, for drafts.", "DIR")] = None
+    dialect: Annotated[Path | None, Help("Learn this dialect in place of the command's, from the same answers.", "FILE")] = None
     prompts: Annotated[
         tuple[str, ...],
         Help(
@@ -206,7 +207,8 @@ def pasta_sft(**options: Any) -> None:
 def _tune(dialect: str, models: ModelFlags, run: Callable[..., ThreadsRun], recipe: ThreadRecipe, device: DeviceFlags) -> None:
     by_dialect, where = models.by_dialect(dialect), run(**device.chosen())
     target, prompts = models.target or reference_pair() / "target", models.unanswered()
-    print_tuned(tune(target, by_dialect, recipe, where, models.teacher, prompts))
+    others = {} if models.dialect is None else {dialect: load_dialect(models.dialect)}
+    print_tuned(tune(target, by_dialect, recipe, where, models.teacher, prompts, others))
 
 
 @dataclass(frozen=True)

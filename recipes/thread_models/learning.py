@@ -48,6 +48,9 @@ class ThreadRecipe:
     form: Annotated[
         Literal["tree", "unrolled"], Help("tree: all threads in one row, under a mask; unrolled: one row per thread.")
     ] = "tree"
+    true_lengths: Annotated[
+        bool, Help("Positions after a child follow from its true length, not the stated one (PASTA, Oracle).")
+    ] = False
     circle_rounds: Annotated[int, Help("How often the model's own circling answers are unlearned.")] = 0
     circle_prompts: Annotated[int, Meta(ge=1), Help("Prompts that it answers in each of these rounds.")] = 96
     circle_answers: Annotated[int, Meta(ge=1)] = 8  # circling answers that a step learns from, at most

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedec.threads import BoundDialect, Sequence, ThreadedSequence, bind, load_dialect, replay
+from pipedec.threads import BoundDialect, Dialect, Sequence, ThreadedSequence, bind, load_dialect, replay
 from recipes.thread_models.one_thread import NO_DIALECT
 from recipes.thread_models.records import Annotated
 from recipes.thread_models.structure import Fork, JoinPoint, Piece, plain_text
 
 IGNORED = -100  # ``ignore_index`` of torch's cross-entropy
+Lengths = Mapping[tuple[int, ...], int]  # tokens of children, by their paths
 
 # Put before a chat template: ``threads="apar"`` adds a system message that names the dialect.
 _MARKER = (
@@ -74,13 +75,21 @@ class WrittenSample(TokenizedSample):
 
 
 class RowWriter:
-    """Writes records as token ids of one tokenizer. Raises UserError if it lacks a dialect's control tokens."""
+    """Writes records as token ids of one tokenizer, in dialects by name, or by name and content.
 
-    def __init__(self, tokenizer: Any, dialects: Iterable[str], end_token_id: int) -> None:
+    With a ``true_unit``, the positions after a child follow from the tokens that it has, rounded up to a multiple of this, not
+    from a prediction (PASTA §6.2, Oracle). Raises UserError if the tokenizer lacks a dialect's control tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Any, dialects: Iterable[str] | Mapping[str, Dialect], end_token_id: int, true_unit: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self.end_token_id = end_token_id
         vocabulary = tokenizer.get_vocab()
-        self.bound = {name: bind(load_dialect(name), vocabulary.get, self._text_of) for name in dialects}
+        known = known_dialects(dialects)
+        self.bound = {name: bind(dialect, vocabulary.get, self._text_of) for name, dialect in known.items()}
+        self._true_unit = true_unit
 
     def bound_to(self, dialect: str | None) -> BoundDialect:
         """The dialect with its token ids; for None, that of an answer in one thread."""
@@ -128,7 +137,12 @@ class RowWriter:
     def sequence(self, sample: TokenizedSample, max_tokens: int | None = None) -> Sequence:
         """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
         limit = len(sample.answer) + 1 if max_tokens is None else max_tokens
-        sequence = ThreadedSequence(self.bound_to(sample.dialect), len(sample.prompt), [self.end_token_id], limit)
+        sequence = self._replayed(sample, limit)
+        return sequence if self._true_unit is None else self._replayed(sample, limit, true_lengths(sequence, self._true_unit))
+
+    def _replayed(self, sample: TokenizedSample, limit: int, lengths: Lengths | None = None) -> Sequence:
+        bound, length = self.bound_to(sample.dialect), len(sample.prompt)
+        sequence = ThreadedSequence(bound, length, [self.end_token_id], limit, known_lengths=lengths)
         replay(sequence, sample.answer)
         return sequence
 
@@ -144,7 +158,7 @@ class RowWriter:
             elif isinstance(piece, Fork):
                 yield bound.opener
                 if bound.dialect.opener_form is not None:
-                    tag = bound.dialect.opener_form.format(topic=piece.topic, tokens=piece.tokens)
+                    tag = bound.dialect.opener_form.format(topic=piece.topic, tokens=self._stated_length(piece, bound.dialect))
                     yield from self._with_tokens(tag, bound.opener_tokens)
                 yield bound.child_start
                 yield from self.text(piece.text)
@@ -152,6 +166,11 @@ class RowWriter:
             else:
                 yield from self.text(piece)
         yield self.end_token_id
+
+    def _stated_length(self, fork: Fork, dialect: Dialect) -> int | None:
+        """The length of a promise: the annotator's, or that of the child with its first and last token."""
+        unit = dialect.length_unit
+        return fork.tokens if unit is None else rounded_up(len(self.text(fork.text)) + 2, unit)
 
     def _unrolled(self, sample: WrittenSample, bound: BoundDialect) -> Iterator[TrainingRow]:
         """The main thread, then every child after the path that leads to it. Raises ValueError if there are joins."""
@@ -172,6 +191,21 @@ class RowWriter:
         """Token ids of a text in which some parts, the keys of ``ids``, are one token each."""
         parts = re.split("|".join(f"({re.escape(part)})" for part in ids), text) if ids else [text]
         return [token for part in parts if part for token in ([ids[part]] if part in ids else self.text(part))]
+
+
+def known_dialects(dialects: Iterable[str] | Mapping[str, Dialect]) -> Mapping[str, Dialect]:
+    """The dialects by name, the shipped ones if only names are given."""
+    return dialects if isinstance(dialects, Mapping) else {name: load_dialect(name) for name in dialects}
+
+
+def rounded_up(length: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``length``."""
+    return -(-length // unit) * unit
+
+
+def true_lengths(sequence: Sequence, unit: int = 1) -> Lengths:
+    """The tokens that each child has, the forced and the closing one included, rounded up to a multiple of ``unit``."""
+    return {one.path: rounded_up(one.num_tokens, unit) for one in sequence.threads if one.parent is not None}
 
 
 def _capped(pieces: Iterable[Piece], bound: BoundDialect) -> list[Piece]:

@@ -7,6 +7,7 @@ their embeddings), the inputs of a run and its report.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ from pipedec.checkpoints import fingerprint
 from pipedec.core.errors import UserError
 from pipedec.families import ModelConfig, model_config
 from pipedec.text.tokenizer import load_for_training
-from pipedec.threads import load_dialect
+from pipedec.threads import Dialect, load_dialect
 from pipedec.train.run import TrainingLoop, muon_and_adamw
 from recipes.thread_models.figures import AnsweredPrompt, HeldOutSamples, agreements, held_out_of
 from recipes.thread_models.learning import ThreadLoss, ThreadRecipe, ThreadSteps, digest, plan
 from recipes.thread_models.own_answers import Circles, OwnAnswers, answers_to_all, prompts_of_rounds
 from recipes.thread_models.records import UNSTRUCTURED, Annotated, read_annotated
 from recipes.thread_models.report import THREADS_CARD, ThreadsRun, thread_card
-from recipes.thread_models.rows import RowWriter, with_marker
+from recipes.thread_models.rows import RowWriter, known_dialects, with_marker
 
 _ALIKE = 0.99  # cosine above which two embeddings count as equal
 
@@ -41,7 +42,9 @@ class Student:
     name: str
 
     @classmethod
-    def load(cls, path: Path, dialects: list[str], device: torch.device, seed: int = 0) -> Student:
+    def load(
+        cls, path: Path, dialects: Iterable[str] | Mapping[str, Dialect], device: torch.device, seed: int = 0
+    ) -> Student:
         """Load a model; missing control tokens are added, and control tokens that it never learned get new embeddings.
 
         Raises UserError if there is no model, chat template or end token.
@@ -55,8 +58,8 @@ class Student:
         tokenizer.chat_template = with_marker(tokenizer.chat_template)
         tokenizer.model_max_length = config.max_position_embeddings
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-        known = [load_dialect(name) for name in dialects]
-        control = list(dict.fromkeys(text for one in known for text in (*one.control_tokens, *one.opener_tokens)))
+        known = known_dialects(dialects)
+        control = list(dict.fromkeys(text for one in known.values() for text in (*one.control_tokens, *one.opener_tokens)))
         added = [text for text in control if text not in tokenizer.get_vocab()]
         if added:
             tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
@@ -112,6 +115,7 @@ def tune(
     run: ThreadsRun,
     teacher_path: Path | None = None,
     prompts: tuple[str, ...] = (),
+    other_dialects: Mapping[str, Dialect] | None = None,
 ) -> dict:
     """Train and write ``run.out``: the model in bfloat16 with its tokenizer, ``training.json`` and a model card.
 
@@ -121,13 +125,15 @@ def tune(
             tokens, and the report says how well its answers are predicted.
         prompts: further prompts, without answers. Circle rounds ask these instead of the files'. A teacher answers
             each in one thread and in every dialect, and every second sample is one of its answers.
+        other_dialects: dialects in place of the shipped ones of their names.
 
     Raises UserError if models, files or ``run.work`` do not fit.
     """
     torch.set_num_threads(run.threads)
-    student = Student.load(target_path, list(files), run.device, recipe.seed)
+    dialects = dict(known_dialects(files.keys())) | dict(other_dialects or {})
+    student = Student.load(target_path, dialects, run.device, recipe.seed)
     _check(student.config, files, recipe)
-    writer = RowWriter(student.tokenizer, files, int(student.tokenizer.eos_token_id))
+    writer = RowWriter(student.tokenizer, dialects, int(student.tokenizer.eos_token_id), 1 if recipe.true_lengths else None)
     records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
     written, tested = (
         [writer.sample(one, name) for name, found in records.items() for one in found if one.question.held_out == held_out]
