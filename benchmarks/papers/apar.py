@@ -18,9 +18,9 @@ from pipedec.bench.record import ROWS_FILE, Row, read_records
 TITLE = "APAR, figure by figure"
 ABOUT = (
     "[APAR: LLMs Can Do Auto-Parallel Auto-Regressive Decoding](https://arxiv.org/abs/2401.06761) with the shipped thread models "
-    "of 10 million parameters, which learned from questions about Python's library. Prompts from elsewhere, as those of the paper, "
-    "they rarely answer in several threads; so held-out questions about the library, whose answers are lists or texts, are "
-    "asked, too. One emulated device computes 64 rows in the time of one ([what is emulated](../benchmarks.md#what-emulated-means)). "
+    "of 10 million parameters, which learned from questions about Python's library. The paper's prompts they rarely answer in "
+    "several threads, so held-out questions about the library, whose answers are lists or texts, are asked, too. One emulated "
+    "device computes 64 rows in the time of one ([what is emulated](../benchmarks.md#what-emulated-means)). "
     "[Longer measurements](../results/threads.md) are of 14 stages."
 )
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
@@ -28,7 +28,7 @@ MODELS = ("APAR-7B", "APAR-13B")
 BENCHES = {"vicuna": ("Vicuna bench", VICUNA_TASKS), "mt": ("MT-bench", SUBTASKS)}
 ALL = "all"
 _SHORT = {"vicuna-common-sense": "CS", "vicuna-counterfactual": "CF", "stem": "STEM"}  # of the paper's tables
-LOADS, LIMITS, REQUESTS = (1, 4, 16), (384, 768, 1536, 3072, 6144), 16
+LOADS, LIMITS = (1, 4, 16), (768, 1536, 3072, 6144)
 
 
 def commands(*benches: str) -> Callable[[Place], list[Words]]:
@@ -184,7 +184,7 @@ def summary_tables(figure: str) -> Callable[[Place], list[Table]]:
 _ILLUSTRATION = "An illustration."
 _JUDGED = (
     "GPT-4 grades the answers of models of 7B and 13B here; the shipped ones have 10 million parameters. "
-    "[Thread models](../results/threads.md#agreement-with-the-target) has what a dialect changes in their answers."
+    "[Their answers](../results/threads.md#shape-of-the-answers) are compared by length."
 )
 _PARAMETERS = "Hyper-parameters: [beside ours](recipes.md#apar)."
 _FLAT = "AR: the same text in one thread. Means are over all answers, the paper's over tasks."
@@ -201,19 +201,19 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         "apar-fig1", "Figure 1: decoding, an overview",
         f"{_ILLUSTRATION} `pipedec generate --threads apar --show-threads` shows the threads of an answer.",
     ),
-    Absent("apar-fig2", "Figure 2: training inputs", f"{_ILLUSTRATION} `recipes/thread_models/rows.py` makes these rows and masks."),
-    Absent("apar-fig3", "Figure 3: decoding step by step", f"{_ILLUSTRATION} `pipedec serve` shows an answer like this at `/live`."),
+    Absent("apar-fig2", "Figure 2: training inputs", f"{_ILLUSTRATION} `recipes/thread_models/rows.py` makes rows and masks."),
+    Absent("apar-fig3", "Figure 3: decoding step by step", f"{_ILLUSTRATION} `pipedec serve` shows an answer at `/live`."),
     Experiment(
         "apar-fig4", "Figure 4: generation speed in a memory-bound scenario",
-        "In brackets: over *original*. Our draft model with `pipedec-bestfirst` stands in the place of Medusa's heads. The paper's "
-        "bars have no numbers; its text: APAR 2× on Vicuna bench and 1.4× on MT-bench, Medusa-APAR 4× and 2.9×, on an H800.",
+        "In brackets: over *original*. Our draft model with `pipedec-bestfirst` stands in the place of Medusa's heads. The "
+        "paper's bars have no numbers. Its text: APAR 2× on Vicuna bench and 1.4× on MT-bench, Medusa-APAR 4× and 2.9×.",
         commands(*BENCHES), speed_tables, real=True,
     ),
     Experiment(
         "apar-fig5", "Figure 5: throughput over KV memory, latency over concurrency",
         "Requests begin together and wait, or are paused, while there is no memory; all ask for lists. 5a has "
-        f"{REQUESTS} requests on a laptop. The paper, on an A100 with 1,000 queries of ShareGPT: throughput 20–70 % higher at equal "
-        "memory, latency 20–35 % lower; marked +23 % and +33 % (5a), −28 % and −21 % (5b).",
+        f"{LOADS[-1]} requests on a laptop. The paper, on an A100 with 1,000 queries of ShareGPT: throughput 20–70 % higher at "
+        "equal memory, latency 20–35 % lower; marked +23 % and +33 % (5a), −28 % and −21 % (5b).",
         load_commands, load_tables,
     ),
     Experiment(
@@ -241,7 +241,9 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
     ),
     *(
         _detailed(first + model, figure, bench, model)
-        for first, figure, bench in ((9, "cached", "vicuna"), (11, "cached", "mt"), (13, "attended", "vicuna"), (15, "attended", "mt"))
+        for first, figure, bench in (
+            (9, "cached", "vicuna"), (11, "cached", "mt"), (13, "attended", "vicuna"), (15, "attended", "mt"),
+        )
         for model in range(2)
     ),
 )  # fmt: skip

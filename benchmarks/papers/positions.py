@@ -16,14 +16,12 @@ class Way:
     """A row of Figure 5, middle.
 
     Attributes:
-        model: the way whose model answers; that of ``Oracle-10x`` and ``Oracle-1x`` predicts.
-        unit: tokens are stated in multiples of it; None if a promise states none.
-        true_unit: positions follow from true lengths, rounded up to a multiple of it; None for predicted ones.
+        unit: lengths are stated in multiples of it; None if a promise states none.
+        knows: whether positions follow from true lengths instead of stated or fixed ones.
     """
 
-    model: str
     unit: int | None = None
-    true_unit: int | None = None
+    knows: bool = False
 
     @property
     def dialect(self) -> Dialect:
@@ -38,19 +36,18 @@ class Way:
         ends = (f'" tokens="{tokens}"/>' for tokens in range(self.unit, _MOST + 1, self.unit))
         return replace(pasta, length_unit=self.unit, opener_tokens=(' topic="', *ends))
 
-    def write(self, directory: Path, name: str) -> Path:
+    def write(self, path: Path) -> Path:
         """Write the dialect's file."""
-        directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.dialect.to_json() + "\n", encoding="utf-8")
         return path
 
 
 WAYS = {
-    "Fixed": Way("Fixed"),
-    "Pred-1x": Way("Pred-1x", unit=1),
-    "Pred-10x": Way("Pred-10x", unit=10),
-    "Oracle": Way("Oracle", true_unit=1),
-    "Oracle-1x": Way("Pred-1x", unit=1, true_unit=1),
-    "Oracle-10x": Way("Pred-10x", unit=10, true_unit=10),
+    "fixed": Way(),
+    "pred-1x": Way(unit=1),
+    "pred-10x": Way(unit=10),
+    "oracle": Way(knows=True),
+    "oracle-1x": Way(unit=1, knows=True),
+    "oracle-10x": Way(unit=10, knows=True),
 }

@@ -1,7 +1,7 @@
 """``python -m benchmarks.threads.load``: many requests at once, in one thread and in several (APAR, Figure 5).
 
-Requests begin together on an emulated pipeline, in computed time; those for which there is no KV memory wait or are paused. Unlike
-``benchmarks.load`` this computes every token, since a recorded answer has no threads.
+Requests begin together on an emulated pipeline, in computed time; those for which there is no KV memory wait or are paused.
+Unlike ``benchmarks.load`` this computes every token, since a recorded answer has no threads.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def bench_load(config: ThreadsLoadConfig, prompt_sets: list[PromptSet], out: Pat
     def check(identity: Row, row: Row) -> None:
         for place, document in enumerate(row["documents"]):
             name = f"to request {place}, dialect {identity['dialect']}"
-            same.check((identity["dialect"], place), document, identity, name)
+            if document is not None:
+                same.check((identity["dialect"], place), document, identity, name)
 
     progress.start(len(shapes) * len(styles) * len(config.methods) * len(config.concurrency) * len(config.kv_tokens or (None,)))
     for shape, limit in product(shapes, config.kv_tokens or (None,)):
@@ -87,7 +88,8 @@ def _load(answers: LocalAnswers, style: str, requests: list[PromptRequest]) -> R
 
 
 def load_figures(pipeline: LocalPipeline, prompter: Prompter, style: Style, requests: list[PromptRequest]) -> Row:
-    """Answer ``requests``, which begin together. Latencies are ms per text token after an answer's first token, pauses included.
+    """Answer ``requests``, which begin together. Latencies are ms per text token after an answer's first token, pauses included;
+    an answer that alone has no memory for all its tokens has no document.
 
     Raises UserError if one of them can never have enough memory.
     """
@@ -103,7 +105,8 @@ def load_figures(pipeline: LocalPipeline, prompter: Prompter, style: Style, requ
     text_tokens = sum(row["metrics"]["text_tokens"] for row in written)
     quartiles = quantiles(latencies, n=4, method="inclusive") if len(latencies) > 1 else 3 * (latencies or [0.0])
     return {
-        "documents": [row["document"] for row in written], "text_tokens": text_tokens, "elapsed_ms": pipeline.emulated_ms,
+        "documents": [None if row["finish_reason"] == "cache_full" else row["document"] for row in written],
+        "text_tokens": text_tokens, "elapsed_ms": pipeline.emulated_ms,
         "text_tokens_per_s": 1000 * text_tokens / pipeline.emulated_ms,
         "latency_ms": {"mean": fmean(latencies or [0.0]), "p25": quartiles[0], "p75": quartiles[2]},
         "threads": fmean(row["metrics"]["threads"] for row in written), "pauses": sum(one.metrics.pauses for one in found),

@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
 from pipedec.threads import BoundDialect, Sequence, State, ThreadedSequence
-from recipes.thread_models.rows import Lengths
 
 _GROWTH = 64  # slots of the cache
 _GROUPED = "grouped_sdpa"
@@ -29,7 +28,6 @@ _RUNNING_SHARE = 0.75  # of a batch; if fewer answers of it are left, the others
 class SeededPrompt:
     prompt_ids: tuple[int, ...]
     seed: int = 0  # of its sampling
-    known_lengths: Lengths = field(default_factory=dict)  # of its answer's children; others are predicted
 
 
 class AnswerSource(Protocol):
@@ -141,9 +139,7 @@ class _Running:
     @classmethod
     def start(cls, how: ModelAnswers, asked: SeededPrompt, number: int) -> _Running:
         length = len(asked.prompt_ids)
-        sequence = ThreadedSequence(
-            how.bound, length, how.end_token_ids, how.max_tokens, known_lengths=asked.known_lengths
-        )  # fmt: skip
+        sequence = ThreadedSequence(how.bound, length, how.end_token_ids, how.max_tokens)
         return cls(sequence, torch.Generator().manual_seed(asked.seed), number, length, {0: length - 1})
 
     def take_rows(self) -> Iterator[_TokenRow]:

@@ -18,6 +18,7 @@ from rich.progress import track
 
 from pipedec.threads import Sequence, ThreadMetrics, measure
 from pipedec.train.continuations import continued
+from pipedec.train.targets import LoadedTarget
 from recipes.thread_models.answers import AnswerSource, ModelAnswers, SeededPrompt
 from recipes.thread_models.learning import ThreadLoss, batches, held_out_loss, learned_logits
 from recipes.thread_models.rows import RowWriter, TokenizedSample, WrittenSample, tree_row
@@ -174,7 +175,7 @@ def greedy_answers(
     model: Any, prompts: list[tuple[int, ...]], max_tokens: int, store: Path
 ) -> dict[tuple[int, ...], tuple[int, ...]]:
     """A model's answers to these prompts in one thread; ``store`` keeps them."""
-    found = continued(model, [list(prompt) for prompt in prompts], max_tokens, store)
+    found = continued(LoadedTarget(lambda _: model), [list(prompt) for prompt in prompts], max_tokens, store)
     return {tuple(one.ids[: one.prompt_length]): tuple(one.ids[one.prompt_length :]) for one in found}
 
 

@@ -77,19 +77,19 @@ class WrittenSample(TokenizedSample):
 class RowWriter:
     """Writes records as token ids of one tokenizer, in dialects by name, or by name and content.
 
-    With a ``true_unit``, the positions after a child follow from the tokens that it has, rounded up to a multiple of this, not
-    from a prediction (PASTA §6.2, Oracle). Raises UserError if the tokenizer lacks a dialect's control tokens.
+    With ``true_lengths`` the positions after a child follow from the tokens that it has, rounded up as its dialect states them,
+    not from a prediction (PASTA §6.2, Oracle). Raises UserError if the tokenizer lacks a dialect's control tokens.
     """
 
     def __init__(
-        self, tokenizer: Any, dialects: Iterable[str] | Mapping[str, Dialect], end_token_id: int, true_unit: int | None = None
+        self, tokenizer: Any, dialects: Iterable[str] | Mapping[str, Dialect], end_token_id: int, true_lengths: bool = False
     ) -> None:
         self._tokenizer = tokenizer
         self.end_token_id = end_token_id
         vocabulary = tokenizer.get_vocab()
         known = known_dialects(dialects)
         self.bound = {name: bind(dialect, vocabulary.get, self._text_of) for name, dialect in known.items()}
-        self._true_unit = true_unit
+        self._true_lengths = true_lengths
 
     def bound_to(self, dialect: str | None) -> BoundDialect:
         """The dialect with its token ids; for None, that of an answer in one thread."""
@@ -137,8 +137,8 @@ class RowWriter:
     def sequence(self, sample: TokenizedSample, max_tokens: int | None = None) -> Sequence:
         """The threads of the sample's answer, which had to have at most ``max_tokens`` tokens (None: any number)."""
         limit = len(sample.answer) + 1 if max_tokens is None else max_tokens
-        sequence = self._replayed(sample, limit)
-        return sequence if self._true_unit is None else self._replayed(sample, limit, true_lengths(sequence, self._true_unit))
+        sequence, unit = self._replayed(sample, limit), self.bound_to(sample.dialect).dialect.length_unit or 1
+        return self._replayed(sample, limit, true_lengths(sequence, unit)) if self._true_lengths else sequence
 
     def _replayed(self, sample: TokenizedSample, limit: int, lengths: Lengths | None = None) -> Sequence:
         bound, length = self.bound_to(sample.dialect), len(sample.prompt)

@@ -133,7 +133,7 @@ def tune(
     dialects = dict(known_dialects(files.keys())) | dict(other_dialects or {})
     student = Student.load(target_path, dialects, run.device, recipe.seed)
     _check(student.config, files, recipe)
-    writer = RowWriter(student.tokenizer, dialects, int(student.tokenizer.eos_token_id), 1 if recipe.true_lengths else None)
+    writer = RowWriter(student.tokenizer, dialects, int(student.tokenizer.eos_token_id), recipe.true_lengths)
     records = {name: [record for path in paths for record in read_annotated(path, name)] for name, paths in files.items()}
     written, tested = (
         [writer.sample(one, name) for name, found in records.items() for one in found if one.question.held_out == held_out]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -19,9 +19,12 @@ from support.tiny_pair import Pair
 from benchmarks.threads.__main__ import threads
 from benchmarks.threads.benchmark import ThreadsConfig, bench_threads, sequential_metrics
 from benchmarks.threads.figures import FIGURES
+from benchmarks.threads.load import ThreadsLoadConfig, bench_load
 from benchmarks.threads.summary import combinations, document, markdown, read_frame, speeds, structures
 from pipedec.bench.report.figures import draw_figures
 from pipedec.bench.sweep.pipelines import ModelPair as Models
+from pipedec.bench.sweep.runners import connected
+from pipedec.cluster.local import LocalCluster
 from pipedec.config import paper_cluster
 from pipedec.core.errors import PipedecError, UserError
 from pipedec.core.sampling import SamplingParams
@@ -157,6 +160,40 @@ def test_tables_and_pictures(whole: tuple[Path, list[dict[str, Any]]], tmp_path:
     assert not drawn.left_out and all(file.stat().st_size > 5000 for file in drawn.files)
     alone = draw_figures({"": read_frame(row for row in whole[1] if row["dialect"] != "none")}, tmp_path / "alone", FIGURES)
     assert not alone.files and len(alone.left_out) == 2
+
+
+def test_a_running_cluster_gives_the_answers_that_are_computed(
+    config: ThreadsConfig, thread_models: ThreadModels, tmp_path: Path, leaves_nothing: None
+) -> None:
+    computed = bench_threads(replace(config, stages=(2,), samples=1), PROMPTS[:1], tmp_path / "computed", Silent())
+    with LocalCluster(thread_models.spec(CASE.depth, 2).replaced(bita=None)) as cluster:
+        running = connected(cluster)
+        asked = replace(config, preset=None, samples=1, running=running)
+        measured = bench_threads(asked, PROMPTS[:1], tmp_path / "measured", Silent())
+        described = structs.replace(running.description, emulation="paper-14")
+        with pytest.raises(UserError, match="emulates paper-14"):
+            replace(asked, running=replace(running, description=described))
+    same = ("dialect", "method", "prompt_index", "document", "finish_reason", "decoded_text", "metrics", "prompt_tokens")
+    for one, other in zip(computed, measured, strict=True):
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+        assert other["preset"] is None and other["decode_ms"] > 0 and other["fill"] == []
+    assert max(row["metrics"]["threads"] for row in measured) > 1
+    text = markdown(read_frame(measured))
+    assert "Measured on a running cluster" in text and "Emulated" not in text
+
+
+def test_loads_of_threads_wait_for_memory_and_give_the_same_answers(config: ThreadsConfig, tmp_path: Path) -> None:
+    asked = {one.name: getattr(config, one.name) for one in fields(ThreadsConfig)}
+    loads = ThreadsLoadConfig(**asked | {"stages": (1,), "methods": ("pp",)}, concurrency=(1, 3), kv_tokens=(192, 4096))
+    rows = bench_load(loads, PROMPTS, tmp_path, Silent())
+    assert [(row["kv_tokens"], row["dialect"], row["concurrency"]) for row in rows] == [
+        (limit, dialect, count) for limit in (192, 4096) for dialect in ("none", "apar") for count in (1, 3)
+    ]
+    for scarce, ample in zip(rows[:4], rows[4:], strict=True):
+        assert all(one in (None, other) for one, other in zip(scarce["documents"], ample["documents"], strict=True))
+    assert rows[1]["timesteps"] > rows[5]["timesteps"] > rows[4]["timesteps"], "where memory is scarce, requests wait"
+    assert rows[7]["threads"] > 1 == rows[5]["threads"]
+    assert bench_load(loads, PROMPTS, tmp_path, Silent()) == rows
 
 
 def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_path: Path) -> None:

@@ -84,6 +84,24 @@ def test_both_forms_give_the_same_loss_and_gradients(student: Student, writer: R
         torch.testing.assert_close(tree, unrolled, atol=1e-5, rtol=1e-4)
 
 
+def test_true_lengths_take_the_place_of_stated_ones(student: Student) -> None:
+    """PASTA §6.2: positions of the main thread go on where the child ends, or at the next multiple of ten after it."""
+    end, found = student.tokenizer.eos_token_id, {}
+    for unit in (None, 10):
+        dialects = {"pasta": replace(load_dialect("pasta"), length_unit=unit, default_length=500, length_pattern=None)}
+        for true_lengths in (False, True):
+            writer = RowWriter(student.tokenizer, dialects, end, true_lengths)
+            sample = writer.sample(next(one for one in records("pasta") if one.forks), "pasta")
+            sequence = writer.sequence(sample)
+            child = sequence.threads[1]
+            after = sequence.main.positions[child.opened_at]
+            found[unit, true_lengths] = after - child.positions[0], child.num_tokens
+            assert [token.token_id for token in sequence.document()] == list(sample.answer), "the tokens stay the same"
+    gap, length = found[None, True]
+    assert gap == length and found[10, True] == (-(-length // 10) * 10, length)
+    assert found[None, False][0] == found[10, False][0] == 500
+
+
 def test_the_papers_recipe_gives_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[ThreadRecipe] = []
     monkeypatch.setattr("recipes.thread_models.__main__._tune", lambda _dialect, recipe, **_others: found.append(recipe))

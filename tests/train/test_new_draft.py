@@ -27,6 +27,7 @@ from pipedec.train.continuations import SplitPrompts, invented_prompts, invented
 from pipedec.train.draft import DraftRecipe, DraftShape, train_draft
 from pipedec.train.measuring import MeasuredDraft
 from pipedec.train.run import Run
+from pipedec.train.targets import LoadedTarget
 from pipedec.verify.reference import load_transformers
 
 RECIPE = DraftRecipe(steps=60, batch=4, length=32, warmup_steps=2, new_tokens=12)
@@ -100,14 +101,14 @@ def test_unknown_tokens_count_as_missed() -> None:
 @pytest.mark.slow
 def test_invented_prompts_are_kept_and_different(pair: Pair, tmp_path: Path) -> None:
     prompter, target = Prompter(pair.target, 2048), load_transformers(pair.target, torch.float32)
-    found = invented_prompts(target, prompter.tokenizer, 30, 0, tmp_path)
+    found = invented_prompts(LoadedTarget(lambda _: target), prompter.tokenizer, 30, 0, tmp_path)
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert len(set(found.prompts)) == 30 and all(text == text.strip() != "" for text in found.prompts)
-    assert invented_prompts(target, prompter.tokenizer, 30, 0, tmp_path) == found
+    assert invented_prompts(LoadedTarget(lambda _: target), prompter.tokenizer, 30, 0, tmp_path) == found
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == kept
-    assert invented_prompts(target, prompter.tokenizer, 30, 1, tmp_path / "other") != found
+    assert invented_prompts(LoadedTarget(lambda _: target), prompter.tokenizer, 30, 1, tmp_path / "other") != found
     with pytest.raises(UserError, match="--invented must be at least 1"):
-        invented_sets(pair.target, prompter, 0, 8, Run(tmp_path, tmp_path))
+        invented_sets(LoadedTarget(lambda _: target), prompter, 0, 8, Run(tmp_path, tmp_path))
 
 
 @pytest.mark.slow
