@@ -184,14 +184,14 @@ def test_a_running_cluster_gives_the_answers_that_are_computed(
 
 def test_loads_of_threads_wait_for_memory_and_give_the_same_answers(config: ThreadsConfig, tmp_path: Path) -> None:
     asked = {one.name: getattr(config, one.name) for one in fields(ThreadsConfig)}
-    loads = ThreadsLoadConfig(**asked | {"stages": (1,), "methods": ("pp",)}, concurrency=(1, 3), kv_tokens=(192, 4096))
+    loads = ThreadsLoadConfig(**asked | {"stages": (1,), "methods": ("pp",)}, concurrency=(1, 8), kv_tokens=(164, 4096))
     rows = bench_load(loads, PROMPTS, tmp_path, Silent())
     assert [(row["kv_tokens"], row["dialect"], row["concurrency"]) for row in rows] == [
-        (limit, dialect, count) for limit in (192, 4096) for dialect in ("none", "apar") for count in (1, 3)
+        (limit, dialect, count) for limit in (164, 4096) for dialect in ("none", "apar") for count in (1, 8)
     ]
     for scarce, ample in zip(rows[:4], rows[4:], strict=True):
         assert all(one in (None, other) for one, other in zip(scarce["documents"], ample["documents"], strict=True))
-    assert rows[1]["timesteps"] > rows[5]["timesteps"] > rows[4]["timesteps"], "where memory is scarce, requests wait"
+    assert rows[1]["timesteps"] > rows[5]["timesteps"] == rows[4]["timesteps"], "where memory is scarce, requests wait"
     assert rows[7]["threads"] > 1 == rows[5]["threads"]
     assert bench_load(loads, PROMPTS, tmp_path, Silent()) == rows
 
