@@ -26,7 +26,7 @@ ABOUT = (
 PAPER: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 MODELS = ("APAR-7B", "APAR-13B")
 BENCHES = {"vicuna": ("Vicuna bench", VICUNA_TASKS), "mt": ("MT-bench", SUBTASKS)}
-ALL = "all"
+ALL, _LIBRARY = "all", "library: "
 _SHORT = {"vicuna-common-sense": "CS", "vicuna-counterfactual": "CF", "stem": "STEM"}  # of the paper's tables
 LOADS, LIMITS = (1, 4, 16), (768, 1536, 3072, 6144)
 
@@ -39,13 +39,14 @@ def commands(*benches: str) -> Callable[[Place], list[Words]]:
 def task_of(prompt_set: str) -> str:
     """The paper's name of a prompt set."""
     name = _SHORT.get(prompt_set, prompt_set.removeprefix("vicuna-").capitalize())
-    return f"library: {prompt_set}" if prompt_set in ("lists", "texts") else name
+    return f"{_LIBRARY}{prompt_set}" if prompt_set in ("lists", "texts") else name
 
 
 def tasks(frame: DataFrame) -> list[tuple[str, DataFrame]]:
     """The answers of each prompt set by its name, then all of them."""
     by_set = [(task_of(str(name)), part) for name, part in frame.groupby("prompt_set", observed=True)]
-    return [*by_set, (ALL, frame)] if len(by_set) > 1 else by_set
+    overall = f"{_LIBRARY}{ALL}" if by_set[0][0].startswith(_LIBRARY) else ALL
+    return [*by_set, (overall, frame)] if len(by_set) > 1 else by_set
 
 
 def benches(place: Place, chosen: Sequence[str]) -> list[tuple[str, DataFrame]]:

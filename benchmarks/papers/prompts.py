@@ -7,6 +7,7 @@ asked, on such text the shipped models were trained.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -59,9 +60,17 @@ def find_prompts(data: Path | None, sets: Sequence[str], out: Path) -> list[str]
 def described(commands: Sequence[str]) -> str:
     """Which prompts the ``--prompts`` flags of command lines name, and what stands in for which set."""
     found = dict.fromkeys(word for line in commands for flag, word in pairwise(line.split()) if flag == "--prompts")
-    sources = [source.partition("=") for source in found]
-    own = [name for name, _, file in sources if f"DATA/{SOURCES.get(name, ('',))[0]}" == file or name not in SOURCES]
-    others = [f"{name} by {file.removeprefix('DATA/')}" for name, _, file in sources if name not in own]
+    sources = [source.partition("=") if "=" in source.partition("#")[0] else (source, "", source) for source in found]
+    parts = Counter(file.partition("#")[0] for _, _, file in sources)
+    own, others = dict[str, None](), []
+    for name, _, file in sources:
+        path = file.partition("#")[0]
+        if parts[path] > 2:  # by category
+            own[f"{parts[path]} categories of {path.removeprefix('DATA/').partition('/')[0]}"] = None
+        elif name not in SOURCES or file == f"DATA/{SOURCES[name][0]}":
+            own[name.removeprefix("DATA/")] = None
+        else:
+            others.append(f"{name} by {file.removeprefix('DATA/')}")
     return f"prompts: {', '.join(own)}" + (f"; replaced: {', '.join(others)}" if others else "")
 
 
