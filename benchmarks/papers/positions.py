@@ -48,6 +48,4 @@ WAYS = {
     "pred-1x": Way(unit=1),
     "pred-10x": Way(unit=10),
     "oracle": Way(knows=True),
-    "oracle-1x": Way(unit=1, knows=True),
-    "oracle-10x": Way(unit=10, knows=True),
 }
