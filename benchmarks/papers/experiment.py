@@ -5,6 +5,7 @@ Owns what an experiment is, where one writes, and the file that keeps its result
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -174,5 +175,7 @@ def write_result(path: Path, result: Result) -> None:
     """Write a result as a whole, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(result), indent=1).decode()
+    text = re.sub(r"\[\n[^\[\]]+\n +\]", lambda row: re.sub(r"\n +", " ", row[0]), text)  # the cells of a row in one line
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)

@@ -231,7 +231,7 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         f"A small model, the shipped draft in threads, learns {STEPS} steps of {BATCH} answers at laptop size with each way to "
         f"know where a child ends: a fixed length ({FIXED_TOKENS} tokens, slightly above the median of these answers, as the "
         "paper's 40 is), a stated one, exact or in tens, or the true one. Losses are of held-out written answers, which state "
-        "true lengths: Oracle-1X and Oracle-10X would learn what Pred-1X and Pred-10X learn. While an answer is decoded its lengths "
+        "true lengths: Oracle-1X and Oracle-10X would learn what Pred-1X and Pred-10X learn. While decoding, lengths "
         "are unknown, so the oracle has no speed-up. Positions hardly change the loss of this text; exact lengths are "
         "harder to state than tens, which the draft had learned before. The paper, by the quality of answers: predictions are as "
         "good as oracles, and tens best.",
