@@ -34,7 +34,7 @@ PAPER = [  # of the text of §5.2: name, realised speed-up, wins
 WEIGHTS = (1, 2, 4, 8, "inf")
 EFFICIENCIES = ("speedup", "parallelism", "harmonic", "arithmetic")
 RATES, EPOCHS = (1e-5, 2e-4, 2e-3, 2e-2), (1, 4, 8)
-STEPS, GRID_STEPS, BATCH = 120, 30, 16  # of a training of positions, of an epoch of the grid; answers of a step
+STEPS, GRID_STEPS, BATCH = 120, 10, 16  # of a training of positions, of an epoch of the grid; answers of a step
 Mean = Callable[[Series], float]
 
 
@@ -162,13 +162,20 @@ def preferred_tables(name: str, *varied: str, rounds: tuple[int, ...] = (0, 1, 2
         named = ("λ" if one == "lambda" else one for one in varied)
         columns = (*named, "wins", "theoretical speed-up", "parallelism", "in circles")
         rows = [
-            [*("–" if point[one] is None else str(point[one]) for one in varied), f"{point['win_rate']:.1%}",
+            [*(shown(point[one]) for one in varied), f"{point['win_rate']:.1%}",
              f"{point['speedup']:.3f}×", f"{point['parallelism']:.2f}", f"{point['circles']:.0%}"]
             for point in points if point["round"] in rounds
         ]  # fmt: skip
         return [Table(columns, rows)]
 
     return tables
+
+
+def shown(value: Any) -> str:
+    """A value of a summary; None of the model before."""
+    if value is None:
+        return "–"
+    return "∞" if value == "inf" else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def grid_commands(place: Place) -> list[Words]:
@@ -187,10 +194,11 @@ def grid_tables(place: Place) -> list[Table]:
     return [Table(("learning rate", *(f"{epochs} epochs" for epochs in EPOCHS)), rows, "loss of held-out answers in one thread")]
 
 
-_ILLUSTRATION = "An illustration."
+_ILLUSTRATION, _HERE = "An illustration.", "this machine"
 _BONBON = (
     "One model for each line, trained from the shipped one by BoNBoN: at laptop size on 6 samples of each of 48 prompts, and "
-    "measured on 16 held-out questions of each kind, so that differences of some percent are noise. "
+    "measured on 16 held-out questions of each kind, so that differences of some percent are noise: six steps "
+    "hardly change the model. "
     "[265 questions](../results/threads.md#preference-training-bonbon) were asked once, with 128 prompts to train on."
 )
 _MEANS = "Realised is in computed time; the answers are those of Figure 4. The paper's points have no numbers."
@@ -218,13 +226,13 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         "pasta-fig4-weights", "Figure 4: models by the weight of quality λ",
         f"{_BONBON} The first line is the model before. The paper: with λ = 1, 1.93× and 42.9% wins; 2: 1.62×, "
         "45.5%; ∞: 1.21×, 52.3%.",
-        round_commands, preferred_tables("pasta-rounds", "lambda", rounds=(0, 1)), trains=True,
+        round_commands, preferred_tables("pasta-rounds", "lambda", rounds=(0, 1)), trains=True, place=_HERE,
     ),
     Experiment(
         "pasta-fig5-rounds", "Figure 5, left: rounds of preference training",
         f"{_BONBON} Round 2 begins with the model of round 1. The paper's points at 10 % and 60 % of a round are not measured; "
         "it finds that each adds to quality and speed.",
-        round_commands, preferred_tables("pasta-rounds", "round", "lambda"), trains=True,
+        round_commands, preferred_tables("pasta-rounds", "round", "lambda"), trains=True, place=_HERE,
     ),
     Experiment(
         "pasta-fig5-positions", "Figure 5, middle: positions after a promise",
@@ -235,12 +243,12 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         "are unknown, so the oracle has no speed-up. Positions hardly change the loss of this text; exact lengths are "
         "harder to state than tens, which the draft had learned before. The paper, by the quality of answers: predictions are as "
         "good as oracles, and tens best.",
-        position_commands, position_tables, trains=True,
+        position_commands, position_tables, trains=True, place=_HERE,
     ),
     Experiment(
         "pasta-fig5-scores", "Figure 5, right: the efficiency term of the score",
         f"{_BONBON} λ = 2. The paper: the speed-up alone and the harmonic mean are alike, parallelism alone is slow.",
-        efficiency_commands, preferred_tables("pasta-efficiencies", "efficiency"), trains=True,
+        efficiency_commands, preferred_tables("pasta-efficiencies", "efficiency"), trains=True, place=_HERE,
     ),
     Absent(
         "pasta-fig6", "Figure 6: KV cache of a naive interpreter",
@@ -259,6 +267,6 @@ ENTRIES: tuple[Experiment | Absent, ...] = (
         f"The shipped draft learns the same answers in one thread; an epoch is {GRID_STEPS} steps of {BATCH} answers at laptop "
         "size, none of which comes again. Ours is by held-out loss, over the paper's rate and higher ones, which a model of 2 "
         "million parameters needs; the paper by wins, over 1e-4, 1e-5 and 1e-6 and 1, 4 and 8 epochs, of which 1e-5 and 4 won.",
-        grid_commands, grid_tables, trains=True,
+        grid_commands, grid_tables, trains=True, place=_HERE,
     ),
 )  # fmt: skip

@@ -71,7 +71,8 @@ def described(commands: Sequence[str]) -> str:
             own[name.removeprefix("DATA/")] = None
         else:
             others.append(f"{name} by {file.removeprefix('DATA/')}")
-    return f"prompts: {', '.join(own)}" + (f"; replaced: {', '.join(others)}" if others else "")
+    parts_shown = [f"{name}: {', '.join(some)}" for name, some in (("prompts", own), ("replaced", others)) if some]
+    return "; ".join(parts_shown)
 
 
 def training_prompts(data: Path | None, out: Path) -> dict[str, Path]:
