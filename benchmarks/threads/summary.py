@@ -181,8 +181,8 @@ def speeds(frame: DataFrame) -> DataFrame:
     )
     found.insert(4, "ms_per_token", ratio(sums["decode_ms"], sums["decoded_text"]).fillna(0.0))
     found.insert(6, "hit_rate", ratio(sums["hits"], sums["hits"] + sums["misses"]))
-    found.insert(7, "occupancy", ratio(sums["busy"], sums["group_timesteps"]).fillna(0.0))
-    found.insert(8, "rows_per_busy", ratio(sums["rows"], sums["busy"]).fillna(0.0))
+    found.insert(7, "occupancy", ratio(sums["busy"], sums["group_timesteps"]))
+    found.insert(8, "rows_per_busy", ratio(sums["rows"], sums["busy"]))
     return found.reset_index()
 
 

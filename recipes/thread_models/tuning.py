@@ -42,9 +42,7 @@ class Student:
     name: str
 
     @classmethod
-    def load(
-        cls, path: Path, dialects: Iterable[str] | Mapping[str, Dialect], device: torch.device, seed: int = 0
-    ) -> Student:
+    def load(cls, path: Path, dialects: Iterable[str] | Mapping[str, Dialect], device: torch.device, seed: int = 0) -> Student:
         """Load a model; missing control tokens are added, and control tokens that it never learned get new embeddings.
 
         Raises UserError if there is no model, chat template or end token.

@@ -180,6 +180,7 @@ def test_a_running_cluster_gives_the_answers_that_are_computed(
     assert max(row["metrics"]["threads"] for row in measured) > 1
     text = markdown(read_frame(measured))
     assert "Measured on a running cluster" in text and "Emulated" not in text
+    assert speeds(read_frame(measured))[["occupancy", "rows_per_busy"]].isna().all(axis=None), "only the cluster knows them"
 
 
 def test_loads_of_threads_wait_for_memory_and_give_the_same_answers(config: ThreadsConfig, tmp_path: Path) -> None:
