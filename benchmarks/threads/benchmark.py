@@ -98,7 +98,7 @@ class ThreadsConfig(Drawing):
             yield emulated(self.cluster, self.preset, stages, self.pair, own_work=self.own_work)
 
     def answers(self, shape: Measurable) -> ThreadAnswers:
-        """What generates the answers of a pipeline."""
+        """The answers of a pipeline."""
         if not isinstance(shape, RunningShape):
             return LocalAnswers(shape.spec, self.styles())
         assert self.pair.target is not None
