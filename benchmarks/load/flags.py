@@ -14,6 +14,7 @@ from pipedec.bench.sweep.pipelines import ModelPair, Shape, emulated
 from pipedec.config import ClusterConfig
 from pipedec.core.errors import UserError
 from pipedec.flags import Help
+from pipedec.plan.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,17 @@ class ReplayFlags:
     def shape(self, config: ClusterConfig, pair: ModelPair, own_work: bool) -> Shape:
         """The pipeline. Raises UserError for an unknown preset, or less memory than a block of the cache."""
         shape = emulated(config, self.preset, self.stages, pair, own_work=own_work)
-        emulation = shape.spec.emulation
-        assert emulation is not None
-        if self.kv_tokens is not None:
-            if self.kv_tokens < shape.spec.kv_block:
-                raise UserError(f"--kv-tokens must be at least {shape.spec.kv_block}, one block, not {self.kv_tokens}")
-            emulation = replace(emulation, kv_tokens=self.kv_tokens)
-        return replace(shape, spec=replace(shape.spec.replaced(prefix_cache=self.prefix_cache), emulation=emulation))
+        return replace(shape, spec=with_memory(shape.spec.replaced(prefix_cache=self.prefix_cache), self.kv_tokens))
+
+
+def with_memory(spec: PipelineSpec, kv_tokens: int | None) -> PipelineSpec:
+    """An emulated pipeline with KV memory for so many tokens; None: as it is. Raises UserError for less than a block."""
+    if kv_tokens is None:
+        return spec
+    if kv_tokens < spec.kv_block:
+        raise UserError(f"--kv-tokens must be at least {spec.kv_block}, one block, not {kv_tokens}")
+    assert spec.emulation is not None
+    return replace(spec, emulation=replace(spec.emulation, kv_tokens=kv_tokens))
 
 
 @dataclass(frozen=True)

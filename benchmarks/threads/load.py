@@ -7,7 +7,7 @@ Unlike ``benchmarks.load`` this computes every token, since a recorded answer ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Annotated
 import click
 from msgspec import structs
 
+from benchmarks.load.flags import with_memory
 from benchmarks.load.offered import drawn_in_turn
 from benchmarks.output import SameAnswers, titled_table
 from benchmarks.threads.__main__ import with_thread_models
@@ -62,9 +63,7 @@ def bench_load(config: ThreadsLoadConfig, prompt_sets: list[PromptSet], out: Pat
     progress.start(len(shapes) * len(styles) * len(config.methods) * len(config.concurrency) * len(config.kv_tokens or (None,)))
     for shape, limit in product(shapes, config.kv_tokens or (None,)):
         assert isinstance(shape, Shape)
-        emulation = shape.spec.emulation
-        assert emulation is not None
-        limited = replace(shape.spec, emulation=replace(emulation, kv_tokens=limit))
+        limited = with_memory(shape.spec, limit)
         answers = LocalAnswers(limited, styles)
         template = PromptRequest("", config.raw_prompts, sampling=sampling)
         drawn = drawn_in_turn(answers, prompt_sets, template, max(config.concurrency), config.seed)

@@ -195,6 +195,8 @@ def test_loads_of_threads_wait_for_memory_and_give_the_same_answers(config: Thre
     assert rows[1]["timesteps"] > rows[5]["timesteps"] == rows[4]["timesteps"], "where memory is scarce, requests wait"
     assert rows[7]["threads"] > 1 == rows[5]["threads"]
     assert bench_load(loads, PROMPTS, tmp_path, Silent()) == rows
+    with pytest.raises(UserError, match="--kv-tokens must be at least 16, one block, not 10"):
+        bench_load(replace(loads, kv_tokens=(10,)), PROMPTS, tmp_path, Silent())
 
 
 def test_command_writes_everything_and_measures_nothing_twice(pair: Pair, tmp_path: Path) -> None:
