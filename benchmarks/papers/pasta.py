@@ -191,7 +191,7 @@ def grid_tables(place: Place) -> list[Table]:
     found = reports(place, "pasta-grid")
     losses = {name: f"{report['held_out_loss']['plain']['loss']:.3f}" for name, report in found.items()}
     rows = [[f"{rate:g}", *(losses[f"{rate:g}-{epochs}"] for epochs in EPOCHS)] for rate in RATES]
-    return [Table(("learning rate", *(f"{epochs} epochs" for epochs in EPOCHS)), rows, "loss of held-out answers in one thread")]
+    return [Table(("learning rate", *(f"epochs: {epochs}" for epochs in EPOCHS)), rows, "loss of held-out answers in one thread")]
 
 
 _ILLUSTRATION, _HERE = "An illustration.", "this machine"
