@@ -115,6 +115,7 @@ def test_stages_learn_and_write_what_a_single_process_does(staged: Target, leave
     )
 
 
+@pytest.mark.slow
 def test_a_training_whose_stage_was_killed_goes_on_to_the_same_weights(staged: Target, leaves_nothing: None) -> None:
     process = staged.start("killed")
     assert wait_until(lambda: len(staged.log("killed")) > 21, seconds=90)
