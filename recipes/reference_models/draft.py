@@ -23,6 +23,7 @@ from pipedec.text.tokenizer import load_for_training
 from pipedec.train.continuations import SplitPrompts
 from pipedec.train.draft import DraftRecipe, DraftShape, Text, train_draft
 from pipedec.train.run import Run, card
+from pipedec.verify.reference import load_transformers
 from recipes.reference_models import corpus, invented_prompts
 from recipes.reference_models.corpus import ASSISTANT, BEGIN, Document, conversation
 from recipes.reference_models.pair import CARD, HELD_OUT_ROWS, pack, text_agreement
@@ -90,7 +91,8 @@ def train_library_draft(
         for family, found in held_out.items()
         if family in library.text_weights
     }
-    text = Text(rows, partial(text_agreement, rows_by_family=held_out_rows), asdict(library))
+    of_text = partial(text_agreement, load_transformers(target, run.torch_dtype, run.device), rows_by_family=held_out_rows)
+    text = Text(rows, of_text, asdict(library))
     report = train_draft(target, start, prompts, recipe, run, text, compiled)
     of_pair = target.parent / "training.json"
     if report and isinstance(start, DraftShape) and of_pair.is_file():
