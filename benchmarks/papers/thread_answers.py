@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pandas as pd
 from pandas import DataFrame
 
 from benchmarks.papers.experiment import Place, Words
@@ -49,11 +48,6 @@ def read_answers(place: Place, *names: str) -> DataFrame:
     return read_frame(row for path in paths if path.is_file() for _, row in read_records(path, SCHEMA))
 
 
-def in_one_thread(frame: DataFrame) -> DataFrame:
-    """Plain decoding in one thread, the baseline, by prompt."""
-    return by_prompt(frame, "none", "pp")
-
-
 def by_prompt(frame: DataFrame, dialect: str, method: str) -> DataFrame:
     """The answers in this dialect by this method, by prompt set and index."""
     chosen = frame[(frame["dialect"] == dialect) & (frame["method"] == method)]
@@ -63,7 +57,3 @@ def by_prompt(frame: DataFrame, dialect: str, method: str) -> DataFrame:
 def speed(answers: DataFrame) -> float:
     """Text tokens per second after the first token."""
     return float(1000 * answers["decoded_text"].sum() / answers["decode_ms"].sum())
-
-
-def mean(values: pd.Series) -> float:
-    return float(values.mean())
